@@ -1,0 +1,72 @@
+"""`reference.attention` and `merge` by torch's own kernels, on any device. Outputs and LSE are float32."""
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    heads, count, dim = query.shape
+    kv_heads, total, _ = key.shape
+    query, key, value = query.float(), key.float(), value.float()
+    square = causal and count == total and count > 1 and window is None
+    mask = _mask(query, total, window) if causal and count > 1 and not square else None
+    if query.device.type == "cpu" and softcap is None and value.shape[2] == dim:
+        if square:
+            # its own causal flag skips the upper half, but wants a key head for each query head
+            key, value = (t.repeat_interleave(heads // kv_heads, 0) for t in (key, value))
+        else:
+            query, mask = _fold(query, mask, kv_heads)
+        # the operation under scaled_dot_product_attention, which drops the LSE that merging needs
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[None], key[None], value[None], 0.0, square, attn_mask=mask, scale=scaling
+        )
+        return output[0].reshape(heads, count, dim), lse[0].reshape(heads, count)
+    if square:
+        mask = _mask(query, total, None)
+    query, mask = _fold(query, mask, kv_heads)
+    scores = (query * scaling) @ key.transpose(1, 2)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores += mask
+    lse = scores.logsumexp(-1, keepdim=True)
+    output = scores.sub_(lse).exp_() @ value
+    return output.reshape(heads, count, -1), lse.reshape(heads, count)
+
+
+def merge(
+    first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Join two pieces; `None` is the empty one."""
+    if first is None:
+        return second
+    (a, a_lse), (b, b_lse) = first, second
+    share = torch.sigmoid(b_lse - a_lse)[..., None]  # exp(b) / (exp(a) + exp(b))
+    return torch.lerp(a, b, share), torch.logaddexp(a_lse, b_lse)
+
+
+def _fold(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    """Query heads that share a key head become more rows of it: [Hq, T, D] to [Hkv, Hq / Hkv * T, D]."""
+    heads, _, dim = query.shape
+    share = heads // kv_heads
+    return query.reshape(kv_heads, -1, dim), mask if mask is None else mask.repeat(share, 1)
+
+
+def _mask(query: Tensor, total: int, window: int | None) -> Tensor:
+    """[T, S], 0 where a query may look and -inf elsewhere."""
+    count = query.shape[1]
+    newest = torch.arange(total - count, total, device=query.device)[:, None]
+    key = torch.arange(total, device=query.device)
+    hidden = key > newest
+    if window is not None:
+        hidden |= key <= newest - window
+    return torch.zeros(count, total, device=query.device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,126 @@
+"""How keys and values are stored: `KVFormat`, its presets, and its one-line spelling. Knows no tensors, imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvchat.errors import UsageError
+
+GROUPS = (32, 64, 128)
+MIN_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Quant:
+    """How one of keys or values is stored.
+
+    bits: 2, 3 or 4 are packed codes; 16 is the model's own 16-bit type (float16 for a float32 model); 32 is float32.
+    axis: "channel" shares a scale and a zero among `group` tokens of a channel, "token" among `group` channels of a token.
+    """
+
+    bits: int
+    axis: Literal["channel", "token"] = "token"
+    group: int = 32
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 16, 32):
+            raise UsageError(f"{self.bits} bits is no storage width; take 2, 3, 4, 16 or 32")
+        if self.group not in GROUPS:
+            raise UsageError(f"group {self.group} is not supported; take 32, 64 or 128")
+
+    @property
+    def packed(self) -> bool:
+        return self.bits <= 4
+
+    def true_bits(self, head_dim: int) -> float:
+        """Bits an element, float16 scale and zero of its group included."""
+        if not self.packed:
+            return self.bits
+        if self.axis == "channel":
+            return self.bits + 32 / self.group
+        return self.bits + 32 * math.ceil(head_dim / self.group) / head_dim
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A whole cache format: `window` newest and `sink` first tokens stay in model precision, the rest is packed in blocks."""
+
+    name: str
+    keys: Quant
+    values: Quant
+    window: int = 128
+    sink: int = 0
+    pre_rope: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.sink < 0:
+            raise UsageError("window and sink are numbers of tokens; they cannot be negative")
+
+    @property
+    def block(self) -> int:
+        """Tokens packed at once: the smallest number that completes a group of both keys and values."""
+        return max(
+            [MIN_BLOCK] + [q.group for q in (self.keys, self.values) if q.packed and q.axis == "channel"]
+        )
+
+    def true_bits(self, head_dim: int) -> float:
+        """Mean bits an element of packed keys and values, with all that is needed to read them back."""
+        return (self.keys.true_bits(head_dim) + self.values.true_bits(head_dim)) / 2
+
+
+def _kivi(bits: int) -> KVFormat:
+    """KIVI as published (arXiv:2402.02750): per-channel keys, per-token values, group 32, residual window 128."""
+    return KVFormat(f"kivi{bits}", Quant(bits, "channel"), Quant(bits, "token"))
+
+
+PRESETS = {
+    "fp16": KVFormat("fp16", Quant(16), Quant(16), window=0),
+    "kivi4": _kivi(4),
+    "kivi3": _kivi(3),
+    "kivi2": _kivi(2),
+}
+
+SPELLING = "NAME[:k=BITS,v=BITS,group=N,kgroup=N,vgroup=N,window=N,sink=N,rope=pre|post]"
+
+
+def parse(spec: str) -> KVFormat:
+    """Read `kivi2` or `kivi2:k=4,sink=4,rope=pre` (see SPELLING).
+
+    Raises UsageError that names the presets or the settings.
+    """
+    name, _, settings = spec.partition(":")
+    if name not in PRESETS:
+        raise UsageError(f"unknown KV format {name!r}; take one of {', '.join(PRESETS)}, as {SPELLING}")
+    fmt = replace(PRESETS[name], name=spec)
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        try:
+            fmt = _with(fmt, key.strip(), value.strip())
+        except (KeyError, ValueError):
+            raise UsageError(f"cannot read {setting!r} in the KV format {spec!r}; it goes {SPELLING}") from None
+    return fmt
+
+
+def _with(fmt: KVFormat, key: str, value: str) -> KVFormat:
+    if key == "rope":
+        return replace(fmt, pre_rope={"pre": True, "post": False}[value])
+    number = int(value)
+    if key in ("window", "sink"):
+        return replace(fmt, **{key: number})  # type: ignore[arg-type]
+    keys, values = fmt.keys, fmt.values
+    match key:
+        case "k":
+            keys = replace(keys, bits=number)
+        case "v":
+            values = replace(values, bits=number)
+        case "group":
+            keys, values = replace(keys, group=number), replace(values, group=number)
+        case "kgroup":
+            keys = replace(keys, group=number)
+        case "vgroup":
+            values = replace(values, group=number)
+        case _:
+            raise KeyError(key)
+    return replace(fmt, keys=keys, values=values)

@@ -1,0 +1,63 @@
+"""The model's own rotary embedding, applied and undone: keys that are stored before RoPE need both."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.errors import ModelRefused
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class Rope:
+    """R(position) and its inverse for the keys of one layer, by the functions of the model's own module.
+
+    Interleaved and partial rotary come for free. Raises ModelRefused where the rotation depends on the sequence's length
+    (its inverse would differ from step to step), or where undoing it does not give a key back.
+    """
+
+    def __init__(self, embedding: Any, attention: Any, layer_type: str):
+        typed = hasattr(embedding, "layer_types")
+        kind = embedding.rope_type[layer_type] if typed else embedding.rope_type
+        if kind in LENGTH_DEPENDENT:
+            raise ModelRefused(
+                f"RoPE type {kind!r} changes with the length, so keys cannot be stored before RoPE; take rope=post"
+            )
+        module = sys.modules[type(attention).__module__]
+        self._embedding, self._args = embedding, (layer_type,) if typed else ()
+        self._apply = getattr(module, "apply_rotary_pos_emb", None)
+        if not self._can_undo(attention.head_dim):
+            raise ModelRefused(
+                f"the rotation in {module.__name__} cannot be undone from outside, so keys cannot be stored before RoPE; "
+                "take rope=post"
+            )
+
+    def _can_undo(self, head_dim: int) -> bool:
+        """Some models slice the rotated channels themselves before they call their rotary function."""
+        device = next(self._embedding.buffers()).device
+        key = torch.linspace(-1, 1, head_dim, device=device).expand(1, 2, head_dim)
+        positions = torch.tensor([3, 700], device=device)
+        try:
+            back = self.unrotate(self.rotate(key, positions), positions)
+        except (RuntimeError, TypeError):
+            return False
+        return torch.allclose(back, key, atol=1e-4)
+
+    def _turn(self, keys: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+        x = keys.float()[None]
+        cos, sin = self._embedding(x, positions[None], *self._args)
+        if inverse:
+            # YaRN scales cos and sin by a: the inverse divides by a**2 = cos**2 + sin**2
+            square = cos * cos + sin * sin
+            cos, sin = cos / square, -sin / square
+        return self._apply(x, x, cos, sin)[1][0].to(keys.dtype)
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """R(position) k. keys: [heads, T, D]; positions: [T] integers. Computed in float32, returned in keys' dtype."""
+        return self._turn(keys, positions, inverse=False)
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """R(-position) k, with the shapes of `rotate`."""
+        return self._turn(keys, positions, inverse=True)
