@@ -64,8 +64,7 @@ def quantize(x: Tensor, bits: int, axis: str, group: int) -> tuple[Tensor, Tenso
     else:
         shape = (heads, tokens, math.ceil(channels / group))
         slices = [
-            (g, slice(None), slice(None), slice(g * group, (g + 1) * group), 2)
-            for g in range(shape[2])
+            (g, slice(None), slice(None), slice(g * group, (g + 1) * group), 2) for g in range(shape[2])
         ]
     scale = torch.zeros(shape, dtype=torch.float16, device=x.device)
     zero = torch.zeros_like(scale)

@@ -43,9 +43,7 @@ def attention(
     return output.reshape(heads, count, -1), lse.reshape(heads, count)
 
 
-def merge(
-    first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def merge(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Join two pieces; `None` is the empty one."""
     if first is None:
         return second

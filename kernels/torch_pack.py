@@ -2,9 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from kvchat_kernels.reference import PLANES
+from torch import Tensor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -197,9 +197,7 @@ class KVCache(Cache):
             )
         decoder = model.get_decoder()
         layers = []
-        for layer, kind, settings in zip(
-            decoder.layers, *get_layer_types_and_kwargs(config), strict=True
-        ):
+        for layer, kind, settings in zip(decoder.layers, *get_layer_types_and_kwargs(config), strict=True):
             if kind == "sliding_attention":
                 layers.append(DynamicSlidingWindowLayer(**settings))
             elif kind == "full_attention":
@@ -229,9 +227,7 @@ class KVCache(Cache):
 
     def snapshot(self) -> list[Any]:
         """The state as it is now, for `restore`. Cheap: it copies no block."""
-        return [
-            layer.mark() if isinstance(layer, PackedLayer) else copy.copy(layer) for layer in self.layers
-        ]
+        return [layer.mark() if isinstance(layer, PackedLayer) else copy.copy(layer) for layer in self.layers]
 
     def restore(self, snapshot: list[Any]) -> None:
         """Go back to a snapshot of this cache, exactly; snapshots taken after it are void."""

@@ -99,7 +99,9 @@ def parse(spec: str) -> KVFormat:
         try:
             fmt = _with(fmt, key.strip(), value.strip())
         except (KeyError, ValueError):
-            raise UsageError(f"cannot read {setting!r} in the KV format {spec!r}; it goes {SPELLING}") from None
+            raise UsageError(
+                f"cannot read {setting!r} in the KV format {spec!r}; it goes {SPELLING}"
+            ) from None
     return fmt
 
 

@@ -8,6 +8,9 @@ from torch import Tensor
 from kvchat.kv import ops
 from kvchat.kv.format import Quant
 
+GROWTH = 1024
+"""Tokens added to the buffers when what was reserved is full: a multiple of every block."""
+
 
 class PackedRows:
     """Append-only rows of tokens, [heads, T, head_dim] when read, stored as `Quant` says.
@@ -21,9 +24,7 @@ class PackedRows:
         sixteen = torch.float16 if dtype == torch.float32 else dtype
         if quant.packed:
             metadata = (
-                (quant.group, head_dim)
-                if quant.axis == "channel"
-                else (1, math.ceil(head_dim / quant.group))
+                (quant.group, head_dim) if quant.axis == "channel" else (1, math.ceil(head_dim / quant.group))
             )
             layout = [
                 (1, head_dim * quant.bits // 8, torch.uint8),
@@ -33,9 +34,7 @@ class PackedRows:
         else:
             layout = [(1, head_dim, torch.float32 if quant.bits == 32 else sixteen)]
         self._tokens_a_row = [tokens for tokens, _, _ in layout]
-        self._buffers = [
-            torch.empty(heads, 0, width, dtype=kind, device=device) for _, width, kind in layout
-        ]
+        self._buffers = [torch.empty(heads, 0, width, dtype=kind, device=device) for _, width, kind in layout]
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` in all, so that appending up to there allocates nothing."""
@@ -50,7 +49,7 @@ class PackedRows:
         """Store x [heads, n, head_dim] as tokens at .. at + n; n and `at` are multiples of the block."""
         end = at + x.shape[1]
         if end > self._buffers[0].shape[1]:
-            self.reserve(max(end, self._buffers[0].shape[1] * 5 // 4))
+            self.reserve(end + GROWTH)
         quant = self.quant
         parts = ops.quantize(x, quant.bits, quant.axis, quant.group) if quant.packed else (x,)
         for buffer, per_row, part in zip(self._buffers, self._tokens_a_row, parts, strict=True):

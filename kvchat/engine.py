@@ -1,0 +1,84 @@
+"""`Engine`: token ids in, token ids out. Knows nothing of text, documents or turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+from kvchat.errors import DoesNotFit
+from kvchat.kv.cache import KVCache
+from kvchat.kv.format import KVFormat
+
+CHUNK = 512
+"""Tokens a prefill chunk. Later chunks read earlier ones out of the packed cache, so the state depends on it."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 is greedy: the likeliest token each time."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    max_tokens: int = 512
+
+
+class Engine:
+    """One model with one packed cache. `model` must run with kvchat's attention (`models.load`)."""
+
+    def __init__(self, model: Any, fmt: KVFormat, chunk: int = CHUNK):
+        self.model, self.chunk = model, chunk
+        self.cache = KVCache(model, fmt)
+        self._logits: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.cache.get_seq_length()
+
+    def prefill(self, ids: Sequence[int]) -> Iterator[int]:
+        """Read ids chunk by chunk, yielding the number of tokens in the cache after each; may be left at any yield."""
+        for start in range(0, len(ids), self.chunk):
+            self._forward(ids[start : start + self.chunk])
+            yield self.tokens
+
+    def generate(self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int]) -> Iterator[int]:
+        """Read ids (at least one), then yield one token after another, until a stop id (not yielded) or `max_tokens`.
+
+        A token is read into the cache when the next one is asked for; a caller that stops early has it still to read.
+        """
+        for _ in self.prefill(ids):
+            pass
+        generator = torch.Generator().manual_seed(sampling.seed)
+        for n in range(sampling.max_tokens):
+            token = self._choose(sampling, generator)
+            if token in stop_ids:
+                return
+            yield token
+            if n + 1 < sampling.max_tokens:
+                self._forward([token])
+
+    @torch.no_grad()
+    def _forward(self, ids: Sequence[int]) -> None:
+        try:
+            batch = torch.tensor([ids], device=self.model.device)
+            self._logits = self.model(batch, cache=self.cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        except torch.OutOfMemoryError:
+            raise DoesNotFit(
+                f"the device ran out of memory after {self.tokens} tokens; take a smaller --kv format or document"
+            ) from None
+
+    def _choose(self, sampling: Sampling, generator: torch.Generator) -> int:
+        assert self._logits is not None
+        if sampling.temperature == 0:
+            return int(self._logits.argmax())
+        scores = self._logits.float().cpu()[None]
+        none = torch.empty(1, 0, dtype=torch.long)
+        scores = TemperatureLogitsWarper(float(sampling.temperature))(none, scores)
+        if sampling.top_p < 1:
+            scores = TopPLogitsWarper(sampling.top_p)(none, scores)
+        return int(torch.multinomial(scores[0].softmax(-1), 1, generator=generator))

@@ -1,0 +1,189 @@
+"""`Session`: documents open in one engine. Reads them once, answers questions about them, and rolls back exactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from kvchat.documents import Document
+from kvchat.engine import CHUNK, Engine, Sampling
+from kvchat.errors import DoesNotFit, KVChatError
+from kvchat.kv.format import PRESETS, KVFormat
+from kvchat.memory import Usage, fits, human, usage
+from kvchat.models.load import LoadedModel, free_bytes
+from kvchat.prompt import Prompt
+
+ANSWER_ROOM = 64
+"""Tokens that must be left for an answer before a question is taken at all."""
+
+
+@dataclass
+class Turn:
+    """A question and what became of it. Times in seconds; `first_token` counts from the question."""
+
+    question: str
+    answer: str = ""
+    tokens: int = 0
+    first_token: float = 0.0
+    seconds: float = 0.0
+    stopped: str = ""  # "", "interrupted", "max-tokens" or "context"
+    _mark: list[Any] = field(default_factory=list, repr=False)
+    _pending: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        decoding = self.seconds - self.first_token
+        return (self.tokens - 1) / decoding if self.tokens > 1 and decoding > 0 else 0.0
+
+
+class Session:
+    """One conversation about some documents (or none), in one KV format.
+
+    The order of calls is: make it (checks that it fits, computes nothing), `read` it to the end, then `ask` as often as one
+    likes. Generators may be left at any point; the session stays usable.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        fmt: KVFormat,
+        documents: Sequence[Document] = (),
+        system: str | None = None,
+        chunk: int = CHUNK,
+    ):
+        """Raises DoesNotFit, with the numbers, for documents beyond the model's context or the device's free memory."""
+        self.loaded, self.fmt, self.documents = loaded, fmt, tuple(documents)
+        self.prompt = Prompt(loaded.tokenizer, system, with_document=bool(documents))
+        self.prefix = self.prompt.prefix_ids([(d.name, d.text) for d in documents])
+        self.turns: list[Turn] = []
+        self.read_seconds = 0.0
+        self._stop_ids = self.prompt.stop_ids(loaded.stop_ids)
+        self._check_fits()
+        self.engine = Engine(loaded.model, fmt, chunk)
+        self.engine.cache.reserve(len(self.prefix))
+        self._pending: list[int] = []  # ids that the next question must bring into the cache first
+        self._start: list[Any] | None = None
+
+    @property
+    def context(self) -> int:
+        return self.loaded.context
+
+    def usage(self, tokens: int | None = None) -> Usage:
+        """The cache as it is, measured; or as it would be with `tokens` tokens, planned."""
+        if tokens is not None:
+            return usage(self.loaded.shape, self.fmt, tokens, self.loaded.dtype.itemsize)
+        engine = self.engine
+        return usage(
+            self.loaded.shape, self.fmt, engine.tokens, self.loaded.dtype.itemsize, engine.cache.nbytes
+        )
+
+    def read(self) -> Iterator[Usage]:
+        """Prefill the documents, yielding the measured usage after each chunk. Left early, it goes on at the next call."""
+        if self._start is not None:
+            return
+        started = time.perf_counter()
+        try:
+            for _ in self.engine.prefill(self.prefix[self.engine.tokens :]):
+                yield self.usage()
+        finally:
+            self.read_seconds += time.perf_counter() - started
+        self.engine.cache.seal()
+        self._start = self.engine.cache.snapshot()
+        yield self.usage()
+
+    def ask(self, question: str, sampling: Sampling = Sampling()) -> Iterator[str]:  # noqa: B008  # frozen
+        """Answer a question, yielding text that never ends inside a character. `turns[-1]` is the turn, also while it runs.
+
+        Left early, the partial answer stays in the conversation. Raises DoesNotFit before anything is computed, and before
+        the question enters the history.
+        """
+        if self._start is None:
+            raise KVChatError("the document has not been read to its end; read it first")
+        ids = self._pending + self.prompt.question_ids(question)
+        room = self.context - self.engine.tokens - len(ids)
+        if room < min(ANSWER_ROOM, sampling.max_tokens):
+            raise DoesNotFit(
+                f"the question needs {len(ids)} tokens and an answer some more, but only "
+                f"{max(0, self.context - self.engine.tokens)} of {self.context} are left; "
+                + ("start over with /clear" if self.turns else "ask a shorter one")
+            )
+        turn = Turn(question, _mark=self.engine.cache.snapshot(), _pending=self._pending)
+        self.turns.append(turn)
+        limit = min(sampling.max_tokens, room)
+        turn.stopped = "interrupted"  # unless it comes to its end
+        try:
+            yield from self._answer(turn, ids, limit, sampling)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.undo()  # some layers may have read a token that others have not
+            raise
+
+    def _answer(self, turn: Turn, ids: list[int], limit: int, sampling: Sampling) -> Iterator[str]:
+        backend = self.loaded.tokenizer.backend_tokenizer
+        stream = DecodeStream(skip_special_tokens=False)
+        answer: list[int] = []
+        started = time.perf_counter()
+        self._pending = self.prompt.next_ids()
+        for token in self.engine.generate(ids, replace(sampling, max_tokens=limit), self._stop_ids):
+            # the engine reads a token when it is asked for the next one, which may never happen
+            self._pending = [token, *self.prompt.next_ids()]
+            answer.append(token)
+            turn.tokens += 1
+            turn.seconds = time.perf_counter() - started
+            turn.first_token = turn.first_token or turn.seconds
+            if piece := stream.step(backend, token):
+                turn.answer += piece
+                yield piece
+        turn.seconds = time.perf_counter() - started
+        turn.stopped = ""
+        if turn.tokens < limit:
+            self._pending = self.prompt.next_ids()
+        else:
+            turn.stopped = "max-tokens" if limit == sampling.max_tokens else "context"
+        if rest := self._rest(answer, turn.answer):
+            turn.answer += rest
+            yield rest
+
+    def _rest(self, ids: list[int], text: str) -> str:
+        """What the stream still holds back when an answer ends in the middle of a character: one U+FFFD."""
+        whole = self.loaded.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        return whole[len(text) :] if whole.startswith(text) else ""
+
+    def undo(self) -> Turn | None:
+        """Take the last turn back, exactly; returns it, or None where there is none."""
+        if not self.turns:
+            return None
+        turn = self.turns.pop()
+        self.engine.cache.restore(turn._mark)
+        self._pending = turn._pending
+        return turn
+
+    def clear(self) -> None:
+        """Forget the conversation; the documents stay read."""
+        if self._start is not None:
+            self.engine.cache.restore(self._start)
+        self.turns, self._pending = [], []
+
+    def _check_fits(self) -> None:
+        needed = len(self.prefix) + ANSWER_ROOM
+        if needed > self.context:
+            raise DoesNotFit(
+                f"the document needs {len(self.prefix):,} tokens and {self.loaded.name} reads {self.context:,} "
+                f"({ANSWER_ROOM} are kept for an answer); give fewer files, --pages, or a model with a longer context"
+            )
+        free = free_bytes(self.loaded.device)
+        planned = self.usage(needed)
+        if planned.in_use > free:
+            dense = self.loaded.dtype.itemsize
+            fitting = [
+                name for name, f in PRESETS.items() if fits(self.loaded.shape, f, dense, free) >= needed
+            ]
+            advice = f"--kv {fitting[0]} would fit" if fitting else "no format would fit; give fewer files"
+            raise DoesNotFit(
+                f"{self.fmt.name} needs {human(planned.in_use)} for {needed:,} tokens and {human(free)} are free; {advice}"
+            )
