@@ -18,7 +18,9 @@ def attention(
     kv_heads, total, _ = key.shape
     query, key, value = query.float(), key.float(), value.float()
     square = causal and count == total and count > 1 and window is None
-    mask = _mask(query, total, window) if causal and count > 1 and not square else None
+    # a single query is the newest token: only a window can hide anything from it
+    hides = causal and (count > 1 or (window is not None and window < total))
+    mask = _mask(query, total, window) if hides and not square else None
     if query.device.type == "cpu" and softcap is None and value.shape[2] == dim:
         if square:
             # its own causal flag skips the upper half, but wants a key head for each query head

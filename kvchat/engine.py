@@ -62,11 +62,17 @@ class Engine:
             if n + 1 < sampling.max_tokens:
                 self._forward([token])
 
+    def choices(self, ids: Sequence[int]) -> list[int]:
+        """Read ids as one chunk and return the likeliest next token after each of them."""
+        self._forward(ids, keep=len(ids))
+        assert self._logits is not None
+        return self._logits.argmax(-1).tolist()
+
     @torch.no_grad()
-    def _forward(self, ids: Sequence[int]) -> None:
+    def _forward(self, ids: Sequence[int], keep: int = 1) -> None:
         try:
             batch = torch.tensor([ids], device=self.model.device)
-            self._logits = self.model(batch, cache=self.cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            self._logits = self.model(batch, cache=self.cache, use_cache=True, logits_to_keep=keep).logits[0]
         except torch.OutOfMemoryError:
             raise DoesNotFit(
                 f"the device ran out of memory after {self.tokens} tokens; take a smaller --kv format or document"
@@ -75,8 +81,8 @@ class Engine:
     def _choose(self, sampling: Sampling, generator: torch.Generator) -> int:
         assert self._logits is not None
         if sampling.temperature == 0:
-            return int(self._logits.argmax())
-        scores = self._logits.float().cpu()[None]
+            return int(self._logits[-1].argmax())
+        scores = self._logits[-1:].float().cpu()
         none = torch.empty(1, 0, dtype=torch.long)
         scores = TemperatureLogitsWarper(float(sampling.temperature))(none, scores)
         if sampling.top_p < 1:

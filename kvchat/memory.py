@@ -94,10 +94,8 @@ def _layer_bytes(layer: LayerShape, fmt: KVFormat, tokens: int, dense_bytes: int
 
 def human(count: float) -> str:
     """Bytes for people: 1.5 GiB, 320 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(count) >= 1024 and len(units) > 1:
         count /= 1024
-    else:
-        unit = "TiB"
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        units.pop(0)
+    return f"{count:.0f} {units[0]}" if units[0] == "B" or count >= 100 else f"{count:.1f} {units[0]}"

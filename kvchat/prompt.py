@@ -108,6 +108,7 @@ class Prompt:
         backend.no_padding()
         if system is None:
             system = SYSTEM if with_document else SYSTEM_WITHOUT_DOCUMENT
+        self.system = system
         render = None
         if tokenizer.chat_template:
 

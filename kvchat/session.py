@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +72,20 @@ class Session:
     def context(self) -> int:
         return self.loaded.context
 
+    @property
+    def unread(self) -> bool:
+        """Whether `read` has not come to its end yet."""
+        return self._start is None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes in use, and what the buffers hold ready beyond that."""
+        return self.engine.cache.reserved_bytes
+
+    def free_bytes(self) -> int:
+        """What the device itself says is free."""
+        return free_bytes(self.loaded.device)
+
     def usage(self, tokens: int | None = None) -> Usage:
         """The cache as it is, measured; or as it would be with `tokens` tokens, planned."""
         if tokens is not None:
@@ -81,7 +95,7 @@ class Session:
             self.loaded.shape, self.fmt, engine.tokens, self.loaded.dtype.itemsize, engine.cache.nbytes
         )
 
-    def read(self) -> Iterator[Usage]:
+    def read(self) -> Generator[Usage]:
         """Prefill the documents, yielding the measured usage after each chunk. Left early, it goes on at the next call."""
         if self._start is not None:
             return
@@ -95,13 +109,13 @@ class Session:
         self._start = self.engine.cache.snapshot()
         yield self.usage()
 
-    def ask(self, question: str, sampling: Sampling = Sampling()) -> Iterator[str]:  # noqa: B008  # frozen
+    def ask(self, question: str, sampling: Sampling = Sampling()) -> Generator[str]:  # noqa: B008  # frozen
         """Answer a question, yielding text that never ends inside a character. `turns[-1]` is the turn, also while it runs.
 
         Left early, the partial answer stays in the conversation. Raises DoesNotFit before anything is computed, and before
         the question enters the history.
         """
-        if self._start is None:
+        if self.unread:
             raise KVChatError("the document has not been read to its end; read it first")
         ids = self._pending + self.prompt.question_ids(question)
         room = self.context - self.engine.tokens - len(ids)

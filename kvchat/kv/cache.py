@@ -80,7 +80,7 @@ class PackedLayer(CacheLayerMixin):
             for rows in self.rows:
                 rows.reserve(tokens // self.fmt.block * self.fmt.block)
 
-    def update(  # type: ignore[override]  # the attention function takes the layer itself
+    def update(  # the attention function takes the layer itself
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> "tuple[PackedLayer, PackedLayer]":
         """Append a chunk [1, heads, T, head_dim]. What fell out of the window is packed first: a chunk sees itself exactly."""
@@ -175,12 +175,23 @@ class PackedLayer(CacheLayerMixin):
         self.__init__(self.fmt, self.rope)  # type: ignore[misc]
 
     @property
+    def _dense_bytes(self) -> int:
+        assert self.keys is not None and self.values is not None
+        return sum(t.nbytes for t in (*self.sink, self.keys, self.values))
+
+    @property
     def nbytes(self) -> int:
         """Bytes in use: sink, packed blocks and window."""
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             return 0
-        dense = sum(t.nbytes for t in (*self.sink, self.keys, self.values))
-        return dense + sum(rows.nbytes(self.packed_tokens) for rows in self.rows)
+        return self._dense_bytes + sum(rows.nbytes(self.packed_tokens) for rows in self.rows)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes allocated: `nbytes`, and rows that are reserved but not yet written."""
+        if self.keys is None:
+            return 0
+        return self._dense_bytes + sum(rows.reserved_bytes for rows in self.rows)
 
 
 class KVCache(Cache):
@@ -240,8 +251,16 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes in use: the sum over all tensors that hold tokens."""
+        return self._sum("nbytes")
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes allocated, rows that are not yet written included."""
+        return self._sum("reserved_bytes")
+
+    def _sum(self, attribute: str) -> int:
         return sum(
-            layer.nbytes
+            getattr(layer, attribute)
             if isinstance(layer, PackedLayer)
             else sum(t.nbytes for t in (layer.keys, layer.values) if t is not None)
             for layer in self.layers

@@ -27,7 +27,7 @@ class Rope:
             )
         module = sys.modules[type(attention).__module__]
         self._embedding, self._args = embedding, (layer_type,) if typed else ()
-        self._apply = getattr(module, "apply_rotary_pos_emb", None)
+        self._apply: Any = getattr(module, "apply_rotary_pos_emb", None)
         if not self._can_undo(attention.head_dim):
             raise ModelRefused(
                 f"the rotation in {module.__name__} cannot be undone from outside, so keys cannot be stored before RoPE; "

@@ -1,0 +1,3 @@
+from kvchat.cli import main
+
+main()

@@ -1,0 +1,113 @@
+"""`kvchat models list|info` and `kvchat doctor`: what is here."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import psutil
+
+from kvchat import flags, places
+from kvchat.errors import KVChatError
+from kvchat.kv.format import PRESETS
+from kvchat.memory import human, usage
+from kvchat.models.families import cache_shape, context_length, read_config
+from kvchat.models.find import DEFAULT, Found, list_local
+from kvchat.ui.screen import Screen
+from kvchat.ui.tables import table
+
+PACKAGES = ("torch", "transformers", "tokenizers", "triton", "pypdf", "typer", "rich", "prompt_toolkit")
+
+
+def show_models(screen: Screen) -> None:
+    rows = []
+    for found in list_local():
+        try:
+            config = read_config(found.folder)
+            cache_shape(config)
+            state = f"{context_length(config):,} tokens"
+        except KVChatError as error:
+            state = f"cannot be served: {error}"
+        rows.append([found.name, config["model_type"], human(_weights(found)), state])
+    if not rows:
+        screen.warn(f"no models yet; run: kvchat models pull {DEFAULT}")
+        return
+    screen.show(table(["model", "architecture", "weights", "context"], rows))
+
+
+def show_model(found: Found, screen: Screen) -> None:
+    config = read_config(found.folder)
+    shape = cache_shape(config)
+    layer = shape.layers[0]
+    packed = len(shape.packable)
+    rows = [
+        ["architecture", config["model_type"]],
+        ["folder", str(found.folder)],
+        ["weights", human(_weights(found))],
+        ["context", f"{context_length(config):,} tokens"],
+        [
+            "layers",
+            f"{packed} packed" + (f", {len(shape.layers) - packed} sliding" * (packed < len(shape.layers))),
+        ],
+        [
+            "heads",
+            f"{config['num_attention_heads']} query, {layer.kv_heads} key-value, head_dim {layer.head_dim}",
+        ],
+    ]
+    for fmt in PRESETS.values():
+        full = usage(shape, fmt, context_length(config), 4)
+        rows.append(
+            [f"cache, {fmt.name}", f"{human(full.in_use)} at full context ({full.true_bits:.3g} bits)"]
+        )
+    screen.show(table([found.name, ""], rows))
+
+
+def show_machine(screen: Screen) -> None:
+    rows = [
+        ["kvchat", version("kvchat")],
+        ["python", f"{platform.python_version()} on {platform.platform()}"],
+    ]
+    for package in PACKAGES:
+        try:
+            rows.append([package, version(package)])
+        except PackageNotFoundError:
+            rows.append([package, "not installed"])
+    rows.append(
+        [
+            "memory free",
+            f"{human(psutil.virtual_memory().available)} of {human(psutil.virtual_memory().total)}",
+        ]
+    )
+    rows += _devices()
+    rows.append(["attention", "tile loop in torch, for every format; no fused kernel yet"])
+    rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install 'kvchat[plot]'"])
+    for name, folder in (
+        ("models", places.models()),
+        ("config", places.config_file()),
+        ("history", places.history_file()),
+    ):
+        rows.append([name, f"{folder}{'' if folder.exists() else ' (not there yet)'}"])
+    parent = next(p for p in (places.models(), *places.models().parents) if p.exists())
+    rows.append(["disk free", human(shutil.disk_usage(parent).free)])
+    found = [f.name for f in list_local()]
+    rows.append(["models here", ", ".join(found) or f"none; run: kvchat models pull {DEFAULT}"])
+    rows += [[name, value] for name, value in flags.environment().items()]
+    screen.show(table(["", "doctor"], rows))
+
+
+def _devices() -> list[list[str]]:
+    import torch
+
+    rows = [["cpu", f"{torch.get_num_threads()} threads, float32"]]
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        rows.append([f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {human(free)} of {human(total)} free"])
+    if torch.backends.mps.is_available():
+        rows.append(["mps", "available, float16"])
+    return rows
+
+
+def _weights(found: Found) -> int:
+    return sum(f.stat().st_size for f in found.folder.glob("*.safetensors"))

@@ -1,0 +1,220 @@
+"""The conversation at the prompt: what each line means. Reading lines is the business of `ui.repl`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvchat import steps
+from kvchat.documents import Reading
+from kvchat.errors import Interrupted, KVChatError, UsageError
+from kvchat.kv.format import KVFormat, parse
+from kvchat.memory import human
+from kvchat.ui.gauge import summary
+from kvchat.ui.screen import Screen
+from kvchat.ui.tables import table
+
+if TYPE_CHECKING:
+    from kvchat.engine import Sampling
+    from kvchat.models.load import LoadedModel
+    from kvchat.session import Session
+
+HELP = {
+    "/help": "this list",
+    "/exit": "leave (also Ctrl-D)",
+    "/clear": "forget the conversation, keep the documents",
+    "/add": "PATH: read another file or folder (the documents are read anew)",
+    "/files": "the documents, and what was skipped",
+    "/tokens": "tokens of each document and what is left",
+    "/memory": "bytes of the cache, measured, and what fp16 would be",
+    "/set": "NAME VALUE: temp, top-p, seed, max-tokens or kv",
+    "/regen": "answer the last question again",
+    "/save": "FILE: write the conversation as Markdown",
+    "/system": "TEXT: another instruction (the documents are read anew)",
+}
+ALIASES = {"/?": "/help", "/quit": "/exit", "/bye": "/exit"}
+
+
+@dataclass
+class Chat:
+    """State of one chat. `line` handles what was typed; a document that wasn't read to its end is read on when asked about."""
+
+    loaded: LoadedModel
+    fmt: KVFormat
+    documents: steps.Documents
+    reading: Reading
+    sampling: Sampling
+    system: str | None
+    screen: Screen
+
+    def __post_init__(self) -> None:
+        self.session = self._open(self.fmt, self.reading, self.system)
+        self.done = False
+
+    def _open(self, fmt: KVFormat, reading: Reading, system: str | None) -> Session:
+        return steps.open_session(self.loaded, fmt, reading, system, self.screen)
+
+    def prefill(self) -> None:
+        """Read the documents. A Ctrl-C leaves them half read, and says so."""
+        try:
+            steps.prefill(self.session, self.screen)
+        except Interrupted as error:
+            self.screen.warn(f"{error}; the next question goes on from there")
+
+    def toolbar(self) -> str:
+        usage = self.session.usage()
+        left = self.session.context - usage.tokens
+        return f" {summary(usage)} · {left:,} tokens left · {human(self.session.free_bytes())} free"
+
+    def line(self, text: str) -> None:
+        """A question or a command. Errors are said; the chat goes on."""
+        text = text.strip()
+        if not text:
+            return
+        try:
+            command = self._command(text)
+            if command is not None:
+                command()
+            else:
+                self._ask(text.removeprefix("/") if text.startswith("//") else text)
+        except KVChatError as error:
+            self.screen.warn(f"kvchat: {error}")
+
+    def _command(self, text: str) -> Callable[[], None] | None:
+        word, _, rest = text.partition(" ")
+        name = ALIASES.get(word, word)
+        if name in HELP:
+            method = getattr(self, "_" + name.removeprefix("/"))
+            return lambda: method(rest.strip())
+        if not word.startswith("/") or word.startswith("//") or "/" in word[1:]:
+            return None  # a path, say, or // to escape a slash
+        near = difflib.get_close_matches(word, [*HELP, *ALIASES], 1, 0.6)
+        if near:
+            raise UsageError(
+                f"unknown command {word}; did you mean {near[0]}? (// starts a question with a slash)"
+            )
+        return None
+
+    def _ask(self, question: str) -> None:
+        self.prefill()
+        if self.session.unread:
+            return
+        turn = steps.answer(self.session, question, self.sampling, self.screen)
+        steps.explain_stop(turn, self.session, self.screen)
+        self.screen.say(steps.statistics(self.session, turn))
+
+    def _reopen(
+        self,
+        *,
+        documents: steps.Documents | None = None,
+        fmt: KVFormat | None = None,
+        system: str | None = None,
+    ) -> None:
+        """Open anew with something changed; where that fails, everything stays as it was."""
+        documents, fmt = documents or self.documents, fmt or self.fmt
+        reading = self.reading
+        if documents is not self.documents:
+            reading = steps.read_documents(documents, self.screen)
+        session = self._open(fmt, reading, system or self.system)
+        self.session, self.documents, self.reading, self.fmt = session, documents, reading, fmt
+        self.system = system or self.system
+        self.screen.say("the conversation starts anew")
+        self.prefill()
+
+    def _help(self, _: str) -> None:
+        self.screen.show(table(["command", ""], list(HELP.items())))
+        self.screen.show('Alt-Enter or Ctrl-J: new line; """ opens and closes a block; Ctrl-X Ctrl-E: editor')
+
+    def _exit(self, _: str) -> None:
+        self.done = True
+
+    def _clear(self, _: str) -> None:
+        self.session.clear()
+        self.screen.say("the conversation is forgotten; the documents stay")
+
+    def _add(self, path: str) -> None:
+        if not path:
+            raise UsageError("/add needs the path of a file or folder")
+        paths = [*self.documents.paths, str(Path(path).expanduser())]
+        self._reopen(documents=replace(self.documents, paths=paths))
+
+    def _files(self, _: str) -> None:
+        rows = [[d.name, f"{len(d.text):,}"] for d in self.reading.documents]
+        self.screen.show(
+            table(["document", "characters"], rows) if rows else "no documents; /add PATH reads one"
+        )
+        for skipped in self.reading.skipped:
+            self.screen.show(f"skipped {skipped.name}: {skipped.reason}")
+
+    def _tokens(self, _: str) -> None:
+        prompt = self.session.prompt
+        rows = [[d.name, f"{len(prompt.text_ids(d.text)):,}"] for d in self.reading.documents]
+        used = self.session.usage().tokens
+        rows += [["everything in the cache", f"{used:,}"], ["left", f"{self.session.context - used:,}"]]
+        self.screen.show(table(["", "tokens"], rows))
+
+    def _memory(self, _: str) -> None:
+        usage = self.session.usage()
+        rows = [
+            ["in use (measured)", human(usage.in_use)],
+            ["reserved (measured)", human(self.session.reserved_bytes)],
+            ["fp16 would be", human(usage.fp16)],
+            ["ratio", f"{usage.ratio:.2f}x"],
+            ["true bits of a packed element", f"{usage.true_bits:.3g}"],
+            [f"free on {self.loaded.device}", human(self.session.free_bytes())],
+        ]
+        self.screen.show(table([f"cache of {usage.tokens:,} tokens, {usage.format_name}", ""], rows))
+
+    def _set(self, setting: str) -> None:
+        name, _, value = setting.partition(" ")
+        fields = {
+            "temp": ("temperature", float),
+            "top-p": ("top_p", float),
+            "seed": ("seed", int),
+            "max-tokens": ("max_tokens", int),
+        }
+        if name == "kv":
+            self._reopen(fmt=parse(value.strip()))
+            return
+        if name not in fields:
+            raise UsageError("/set takes temp, top-p, seed, max-tokens or kv, and a value")
+        attribute, kind = fields[name]
+        try:
+            self.sampling = replace(self.sampling, **{attribute: kind(value)})
+        except ValueError:
+            raise UsageError(f"{value!r} is no value for {name}; it takes a number") from None
+        self.screen.say(f"{name} is {value.strip()}")
+
+    def _regen(self, _: str) -> None:
+        turn = self.session.undo()
+        if turn is None:
+            raise UsageError("there is no question to answer again; ask one")
+        if self.sampling.temperature == 0:
+            self.screen.say("at temperature 0 the answer will be the same; /set temp 0.7 changes that")
+        self._ask(turn.question)
+
+    def _save(self, path: str) -> None:
+        if not path:
+            raise UsageError("/save needs a file name")
+        target = Path(path).expanduser()
+        turns = [
+            f"## {t.question}\n\n{t.answer}{' (stopped)' * bool(t.stopped)}\n" for t in self.session.turns
+        ]
+        names = steps.join_names([d.name for d in self.reading.documents]) or "no document"
+        try:
+            with target.open("x", encoding="utf-8") as file:
+                file.write(f"# kvchat: {names}\n\n" + "\n".join(turns))
+        except FileExistsError:
+            raise UsageError(f"{target} exists already; choose another name") from None
+        except OSError as error:
+            raise KVChatError(f"cannot write {target}: {error.strerror}; choose another place") from None
+        self.screen.say(f"wrote {len(turns)} turns to {target}")
+
+    def _system(self, text: str) -> None:
+        if not text:
+            self.screen.show(self.session.prompt.system)
+            return
+        self._reopen(system=text)

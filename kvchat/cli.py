@@ -1,0 +1,303 @@
+"""The commands: parse, call, print. The one place that catches KVChatError and sets the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvchat import __version__, flags, places, steps
+from kvchat.errors import InputError, KVChatError, UsageError
+from kvchat.flags import AnswerFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
+from kvchat.kv.format import PRESETS, parse
+from kvchat.models.find import DEFAULT
+from kvchat.ui.screen import Screen
+
+app = typer.Typer(
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Ask whole books and codebases. The document goes into one long context; its keys and values are kept in 2, 3 "
+    "or 4 bits, and a gauge compares that with fp16.",
+)
+models_app = typer.Typer(help="Bring models to this machine and look at them.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+
+def main() -> None:
+    """Entry point of the `kvchat` command."""
+    try:
+        app()
+    except KVChatError as error:
+        Screen().warn(f"kvchat: error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        Screen().warn("kvchat: interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # the reader has gone: nothing to say, and nothing that closing stdout could still flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"kvchat {__version__}")
+        raise typer.Exit
+    group: Any = context.command
+    commands = {name: command for name, command in group.commands.items() if name != "models"}
+    context.default_map = flags.defaults({name: [p.name for p in c.params] for name, c in commands.items()})
+    if context.invoked_subcommand is None:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            print(context.get_help())
+            raise typer.Exit(2)
+        with commands["chat"].make_context("chat", [], parent=context) as chat_context:
+            commands["chat"].invoke(chat_context)
+
+
+@app.command()
+@flags.grouped
+def ask(
+    models: ModelFlags,
+    formats: FormatFlags,
+    document_flags: DocumentFlags,
+    answers: AnswerFlags,
+    screens: ScreenFlags,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH... [QUESTION]", help="What to read, then the question.", show_default=False
+        ),
+    ] = None,
+    file: flags.File = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Answer one question about files and folders.
+
+    kvchat ask book.pdf "When was the bridge built?"
+    """
+    paths, question = _split_arguments(arguments or [], file or [])
+    documents = steps.Documents(paths, document_flags.options())
+    if question is None:
+        if sys.stdin.isatty() and "-" not in paths and not as_json:
+            _talk(documents, models, formats, answers, screens, vi=False, history=places.history_file())
+            return
+        question = _question_from_stdin(paths)
+    fmt, screen = parse(formats.kv), screens.screen()
+    reading = steps.read_documents(documents, screen, screens.verbose)
+    loaded = steps.open_model(models, screen, screens.verbose)
+    session = steps.open_session(loaded, fmt, reading, answers.system, screen)
+    steps.prefill(session, screen)
+    if as_json:
+        turn = steps.collect(session, question, steps.sampling(answers))
+        print(json.dumps(steps.report(session, turn, reading), ensure_ascii=False))
+    else:
+        turn = steps.answer(session, question, steps.sampling(answers), screen)
+        screen.say(steps.statistics(session, turn))
+    steps.explain_stop(turn, session, screen)
+    if turn.stopped == "interrupted":
+        raise typer.Exit(130)
+
+
+@app.command()
+@flags.grouped
+def chat(
+    models: ModelFlags,
+    formats: FormatFlags,
+    document_flags: DocumentFlags,
+    answers: AnswerFlags,
+    screens: ScreenFlags,
+    arguments: flags.Paths = None,
+    file: flags.File = None,
+    vi: Annotated[bool, typer.Option("--vi", envvar="KVCHAT_VI", help="vi keys at the prompt.")] = False,
+    no_history: Annotated[bool, typer.Option("--no-history", help="Keep no file of what was typed.")] = False,
+) -> None:
+    """Talk about files and folders, or about nothing. /help lists the commands."""
+    documents = steps.Documents([*(file or []), *(arguments or [])], document_flags.options())
+    if "-" in documents.paths:
+        raise UsageError("a chat reads its questions from stdin, so - cannot be a document; give a file")
+    history = None if no_history else places.history_file()
+    _talk(documents, models, formats, answers, screens, vi, history)
+
+
+def _talk(
+    documents: steps.Documents,
+    models: ModelFlags,
+    formats: FormatFlags,
+    answers: AnswerFlags,
+    screens: ScreenFlags,
+    vi: bool,
+    history: Path | None,
+) -> None:
+    from kvchat.chat import HELP, Chat
+    from kvchat.ui.repl import inputs
+
+    fmt, screen = parse(formats.kv), screens.screen()
+    reading = steps.read_documents(documents, screen, screens.verbose)
+    loaded = steps.open_model(models, screen, screens.verbose)
+    talk = Chat(loaded, fmt, documents, reading, steps.sampling(answers), answers.system, screen)
+    talk.prefill()
+    names = steps.join_names([d.name for d in reading.documents]) or "no documents"
+    screen.say(f"{loaded.name} with {names}; /help lists the commands, Ctrl-D leaves")
+    for text in inputs(HELP, history, talk.toolbar, vi):
+        talk.line(text)
+        if talk.done:
+            break
+
+
+@app.command()
+@flags.grouped
+def ingest(
+    models: ModelFlags,
+    formats: FormatFlags,
+    document_flags: DocumentFlags,
+    screens: ScreenFlags,
+    arguments: flags.Paths = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count and plan; compute nothing.")] = False,
+    as_json: flags.Json = False,
+) -> None:
+    """Say what reading these files would mean: tokens of each, what is skipped, bytes, whether it fits."""
+    from kvchat import planning
+
+    if not dry_run:
+        raise UsageError("caches are not kept on disk yet, so ingest only counts; add --dry-run")
+    if not arguments:
+        raise UsageError("there is nothing to count; name files or folders")
+    fmt, screen = parse(formats.kv), screens.screen()
+    reading = steps.read_documents(
+        steps.Documents(arguments, document_flags.options()), screen, screens.verbose
+    )
+    plan = planning.plan(steps.find_model(models, screen), fmt, reading)
+    if as_json:
+        print(json.dumps(asdict(plan), ensure_ascii=False))
+    else:
+        for view in planning.plan_views(plan):
+            screen.show(view)
+
+
+@app.command(name="compare-memory")
+@flags.grouped
+def compare_memory(
+    models: ModelFlags,
+    document_flags: DocumentFlags,
+    screens: ScreenFlags,
+    arguments: flags.Paths = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Plan for this many tokens instead of a document.")
+    ] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option("--kv", help="A format to compare, again for more; all presets otherwise."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Read the document in each format and measure.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison as a PNG.")] = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Compare KV formats for a document or a number of tokens, from the model's configuration alone."""
+    from kvchat import planning
+    from kvchat.ui import plot as drawing
+
+    if bool(arguments) == (tokens is not None):
+        raise UsageError("compare-memory takes either documents or --tokens N")
+    if measure and not arguments:
+        raise UsageError("--measure needs a document to read")
+    if plot is not None:
+        drawing.check(plot)
+    formats = [parse(spec) for spec in kv] if kv else list(PRESETS.values())
+    screen, reading = screens.screen(), None
+    if arguments:
+        documents = steps.Documents(arguments, document_flags.options())
+        reading = steps.read_documents(documents, screen, screens.verbose)
+    found = steps.find_model(models, screen)
+    comparison = planning.compare(found, formats, reading, tokens)
+    if measure and reading is not None:
+        comparison = steps.measure_formats(comparison, found, models.device, reading, formats, screen)
+    if plot is not None:
+        drawing.draw(comparison, plot)
+        screen.say(f"drew {plot}")
+    if as_json:
+        print(json.dumps(asdict(comparison), ensure_ascii=False))
+    else:
+        for view in planning.comparison_views(comparison):
+            screen.show(view)
+
+
+@models_app.command(name="pull")
+def models_pull(
+    name: Annotated[str, typer.Argument(help=f"{DEFAULT}, smollm2, a hub id or a GGUF file.")] = DEFAULT,
+    offline: Annotated[
+        bool, typer.Option("--offline", envvar="KVCHAT_OFFLINE", help="Fetch nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the folder alone.")] = False,
+) -> None:
+    """Download or convert a model, once, and print its folder."""
+    from kvchat.models.find import find
+    from kvchat.models.pull import pull
+
+    screen = Screen(quiet=quiet)
+    for line in pull(name, offline):
+        screen.say(line)
+    print(find(name, offline).folder)
+
+
+@models_app.command(name="list")
+def models_list() -> None:
+    """List the models that are ready on this machine."""
+    from kvchat import about
+
+    about.show_models(Screen())
+
+
+@models_app.command(name="info")
+def models_info(
+    name: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
+) -> None:
+    """Show a model's shape, its context, and whether kvchat can serve it."""
+    from kvchat import about
+
+    screen = Screen()
+    about.show_model(steps.find_model(ModelFlags(name), screen), screen)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices, free memory, folders and what is set."""
+    from kvchat import about
+
+    about.show_machine(Screen())
+
+
+def _split_arguments(arguments: list[str], files: list[str]) -> tuple[list[str], str | None]:
+    """Paths and the question, which comes last and is no path. Raises InputError for a path that isn't there."""
+    paths, question = [*files, *arguments], None
+    if arguments and arguments[-1] != "-" and not steps.exists(arguments[-1]):
+        last = paths.pop()
+        if steps.looks_like_path(last) or not paths:
+            raise InputError(
+                f"no such file or folder: {last}; check the path, and put a question last, in quotes"
+            )
+        question = last.strip()
+        if not question:
+            raise UsageError("the question is empty; put it last, in quotes")
+    if not paths:
+        raise UsageError('there is nothing to read; use: kvchat ask PATH... "QUESTION"')
+    return paths, question
+
+
+def _question_from_stdin(paths: list[str]) -> str:
+    if sys.stdin.isatty() or "-" in paths:
+        raise UsageError('there is no question; put it last, in quotes: kvchat ask PATH "QUESTION"')
+    question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+    if not question:
+        raise UsageError("the question read from stdin is empty; put it last, in quotes")
+    return question

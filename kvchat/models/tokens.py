@@ -1,0 +1,18 @@
+"""Count tokens with a model's tokenizer file alone: no transformers, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvchat.errors import ModelNotFound
+from kvchat.prompt import text_tokenizer
+
+
+def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Tokens of each text, as the prompt would encode it. Raises ModelNotFound where there is no tokenizer.json."""
+    file = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"
+    if not file.is_file():
+        raise ModelNotFound(f"{file.parent} has no tokenizer.json to count with; use --tokens N")
+    tokenizer = text_tokenizer(file.read_text("utf-8"))
+    return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]

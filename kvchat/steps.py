@@ -1,0 +1,223 @@
+"""The steps that commands share, with what they show: read documents, open a model, open a session, answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvchat.documents import Options, Reading, Step, read
+from kvchat.flags import AnswerFlags, ModelFlags
+from kvchat.kv.format import KVFormat
+from kvchat.models.find import Found, find, is_gguf
+from kvchat.models.pull import pull
+from kvchat.ui.gauge import summary, watch
+from kvchat.ui.interrupt import Interrupt
+from kvchat.ui.screen import Screen
+
+if TYPE_CHECKING:
+    from kvchat.engine import Sampling
+    from kvchat.models.load import LoadedModel
+    from kvchat.planning import Comparison
+    from kvchat.session import Session, Turn
+
+SKIPPED_SHOWN = 8
+
+
+@dataclass
+class Documents:
+    """What to read, and how."""
+
+    paths: list[str] = field(default_factory=list)
+    options: Options = field(default_factory=Options)
+    stdin: bytes | None = None
+
+
+def read_documents(documents: Documents, screen: Screen, verbose: bool = False) -> Reading:
+    """Read every document and say what was skipped or is doubtful. Raises InputError, UsageError."""
+    if documents.stdin is None and "-" in documents.paths and not sys.stdin.isatty():
+        documents.stdin = sys.stdin.buffer.read()
+    reading = _drain(read(documents.paths, documents.options, documents.stdin), screen)
+    shown = reading.skipped if verbose else reading.skipped[:SKIPPED_SHOWN]
+    for skipped in shown:
+        screen.say(f"skipped {skipped.name}: {skipped.reason}")
+    if hidden := len(reading.skipped) - len(shown):
+        screen.say(f"skipped {hidden} more; -v lists them")
+    for document in reading.documents:
+        for note in document.notes:
+            screen.warn(f"{document.name}: {note}")
+    return reading
+
+
+def _drain(steps: Generator[Step, None, Reading], screen: Screen) -> Reading:
+    with screen.console.status("reading") if screen.fancy and not screen.quiet else _Silent() as status:
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                return end.value
+            if step.unit == "pages" and status is not None:
+                from rich.text import Text
+
+                status.update(Text(f"reading {step.name}, page {step.done} of {step.total}"))
+
+
+class _Silent:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def find_model(flags: ModelFlags, screen: Screen) -> Found:
+    """Find the model on this machine; a GGUF file is converted first, once. Raises ModelNotFound, ModelRefused."""
+    if is_gguf(flags.model):
+        for line in pull(flags.model, flags.offline):
+            screen.say(line)
+    return find(flags.model, flags.offline)
+
+
+def open_model(flags: ModelFlags, screen: Screen, verbose: bool = False) -> LoadedModel:
+    """Find it and load the weights. Raises ModelNotFound, ModelRefused, DoesNotFit, UsageError."""
+    found = find_model(flags, screen)
+    with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
+        from kvchat.models.load import load
+
+        loaded = load(found, flags.device)
+    if verbose:
+        screen.say(
+            f"{loaded.name} on {loaded.device} in {str(loaded.dtype).removeprefix('torch.')}, "
+            f"{loaded.context:,} tokens of context; attention by the tile loop in torch"
+        )
+    return loaded
+
+
+def open_session(
+    loaded: LoadedModel, fmt: KVFormat, reading: Reading, system: str | None, screen: Screen
+) -> Session:
+    """A session that has been checked to fit but has read nothing yet. Raises DoesNotFit."""
+    from kvchat.session import Session
+
+    session = Session(loaded, fmt, reading.documents, system)
+    for note in session.prompt.frame.notes:
+        screen.say(note)
+    return session
+
+
+def prefill(session: Session, screen: Screen) -> None:
+    """Read the documents into the cache under the gauge. Raises Interrupted; the next call goes on."""
+    watch(session.read(), len(session.prefix), screen, session.free_bytes, str(session.loaded.device))
+
+
+def answer(session: Session, question: str, sampling: Sampling, screen: Screen) -> Turn:
+    """Stream an answer to stdout. A first Ctrl-C stops it and keeps what there is (`turn.stopped`)."""
+    pieces = session.ask(question, sampling)
+    with Interrupt() as interrupt:
+        for _ in screen.answer(pieces):
+            if interrupt.requested:
+                pieces.close()  # the rest of the loop only ends the line
+    return session.turns[-1]
+
+
+def sampling(flags: AnswerFlags) -> Sampling:
+    from kvchat.engine import Sampling
+
+    return Sampling(flags.temp, flags.top_p, flags.seed, flags.max_tokens)
+
+
+def collect(session: Session, question: str, sampling: Sampling) -> Turn:
+    """The answer without showing it. A first Ctrl-C stops it as in `answer`."""
+    pieces = session.ask(question, sampling)
+    with Interrupt() as interrupt:
+        for _ in pieces:
+            if interrupt.requested:
+                pieces.close()
+    return session.turns[-1]
+
+
+def report(session: Session, turn: Turn, reading: Reading) -> dict[str, Any]:
+    """What `ask --json` prints. Bytes, tokens and seconds."""
+    usage = session.usage()
+    return {
+        "question": turn.question,
+        "answer": turn.answer,
+        "stopped": turn.stopped or None,
+        "model": session.loaded.name,
+        "kv": asdict(usage) | {"ratio": usage.ratio},
+        "documents": [
+            {"name": d.name, "characters": len(d.text), "notes": d.notes} for d in reading.documents
+        ],
+        "skipped": [asdict(skipped) for skipped in reading.skipped],
+        "notes": session.prompt.frame.notes,
+        "statistics": {
+            "document_tokens": len(session.prefix),
+            "read_seconds": session.read_seconds,
+            "answer_tokens": turn.tokens,
+            "answer_seconds": turn.seconds,
+            "first_token_seconds": turn.first_token,
+        },
+    }
+
+
+def measure_formats(
+    comparison: Comparison,
+    found: Found,
+    device: str,
+    reading: Reading,
+    formats: Sequence[KVFormat],
+    screen: Screen,
+) -> Comparison:
+    """Add to a comparison what each format measures, saying which one is at work."""
+    from kvchat import measure
+
+    runs = measure.measure(found, device, reading, formats)
+    done = []
+    with screen.console.status("measuring") if screen.fancy and not screen.quiet else _Silent():
+        for run in runs:
+            done.append(run)
+            screen.say(f"measured {run.format_name}")
+    return replace(comparison, measured=tuple(done))
+
+
+def explain_stop(turn: Turn, session: Session, screen: Screen) -> None:
+    """Say it when an answer is not whole."""
+    reasons = {
+        "interrupted": "(stopped)",
+        "max-tokens": f"the answer was cut after {turn.tokens} tokens; raise --max-tokens for more",
+        "context": f"the answer was cut: the model's context of {session.context:,} tokens is full",
+    }
+    if turn.stopped:
+        screen.warn(reasons[turn.stopped])
+
+
+def statistics(session: Session, turn: Turn) -> str:
+    """The one line after an answer."""
+    parts = []
+    tokens, seconds = len(session.prefix), session.read_seconds
+    if session.documents:
+        parts.append(f"{tokens:,} tokens read in {seconds:.1f} s ({tokens / max(seconds, 1e-9):,.0f}/s)")
+    parts.append(f"{turn.tokens} answered ({turn.tokens_per_second:.1f}/s)")
+    parts.append(summary(session.usage()))
+    return " · ".join(parts)
+
+
+def exists(path: str) -> bool:
+    """Whether a path is there; a question that is too long to be one is not."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError):
+        return False
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether an argument that is no file was meant as one: no white space, and a slash or an ending."""
+    name = text.rsplit("/", 1)[-1]
+    dotted = "." in name.strip(".") and not text.endswith("?")
+    return not any(c.isspace() for c in text) and ("/" in text or dotted)
+
+
+def join_names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"

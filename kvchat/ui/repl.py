@@ -1,0 +1,114 @@
+"""Where a person types: prompt-toolkit on a terminal, plain lines from a pipe. Knows nothing of what the lines mean."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from kvchat.ui.screen import clean
+
+QUIT_WITHIN = 1.0
+"""Seconds within which a second Ctrl-C at the prompt leaves."""
+
+
+def inputs(
+    commands: Mapping[str, str],
+    history: Path | None,
+    toolbar: Callable[[], str],
+    vi: bool,
+    prompt: str = ">>> ",
+) -> Iterator[str]:
+    """Yield what the user enters until end of input. Raises KeyboardInterrupt on two quick Ctrl-C."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        yield from _typed(commands, history, toolbar, vi, prompt)
+    else:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+
+
+def _typed(
+    commands: Mapping[str, str], history: Path | None, toolbar: Callable[[], str], vi: bool, prompt: str
+) -> Iterator[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    if history is not None:
+        history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        history.touch(mode=0o600)
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(history)) if history is not None else InMemoryHistory(),
+        auto_suggest=AutoSuggestFromHistory(),
+        completer=_completer(commands),
+        complete_while_typing=False,
+        multiline=True,
+        prompt_continuation="... ",
+        key_bindings=_keys(),
+        vi_mode=vi,
+        enable_open_in_editor=True,
+        bottom_toolbar=lambda: clean(toolbar()),
+    )
+    interrupted = -QUIT_WITHIN
+    while True:
+        try:
+            text = session.prompt(prompt)
+        except KeyboardInterrupt:
+            now = time.monotonic()
+            if now - interrupted < QUIT_WITHIN:
+                raise
+            interrupted = now
+            continue
+        except EOFError:
+            return
+        yield _unquote(text)
+
+
+def _unquote(text: str) -> str:
+    stripped = text.strip()
+    if len(stripped) >= 6 and stripped.startswith('"""') and stripped.endswith('"""'):
+        return stripped[3:-3].strip("\n")
+    return text
+
+
+def _keys():  # type: ignore[no-untyped-def]  # prompt-toolkit's bindings, imported only on a terminal
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        text = event.current_buffer.text.strip()
+        inside = text.startswith('"""') and not (len(text) >= 6 and text.endswith('"""'))
+        if inside:
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _completer(commands: Mapping[str, str]):  # type: ignore[no-untyped-def]  # as above
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    class Commands(Completer):
+        """Command names after `/`, paths after a command that takes one."""
+
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+            text = document.text_before_cursor
+            word, space, rest = text.partition(" ")
+            if not space and text.startswith("/"):
+                for name, what in commands.items():
+                    if name.startswith(text):
+                        yield Completion(name, start_position=-len(text), display_meta=what)
+            elif word in ("/add", "/save"):
+                path = Document(rest, len(rest))
+                yield from PathCompleter(expanduser=True).get_completions(path, event)
+
+    return Commands()

@@ -1,0 +1,67 @@
+"""`Screen`: stdout carries answers, stderr everything else; nothing fancy unless stderr is a terminal that wants it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean(text: str) -> str:
+    """Text that cannot drive a terminal: control characters but newline and tab become U+FFFD."""
+    return CONTROLS.sub("\ufffd", text)
+
+
+class Screen:
+    """Where a command writes. `fancy` is whether stderr may hold colours and things that redraw themselves."""
+
+    def __init__(self, plain: bool = False, quiet: bool = False):
+        dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
+        self.fancy = sys.stderr.isatty() and not (plain or dumb)
+        self.quiet = quiet
+        self.console = Console(
+            stderr=True,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            color_system="auto" if self.fancy else None,
+        )
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+
+    def say(self, line: str, style: str = "dim") -> None:
+        """A line about what is going on; silent under --quiet."""
+        if not self.quiet:
+            self.console.print(Text(clean(line), style=style), soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """A line that the user must not miss; --quiet does not hide it."""
+        self.console.print(Text(clean(line), style="yellow"), soft_wrap=True)
+
+    def show(self, view: RenderableType) -> None:
+        """A table or the like, which is what was asked for: on stdout, as wide as the terminal or as it needs in a pipe."""
+        on_terminal = sys.stdout.isatty()
+        width = None if on_terminal else 160
+        color = self.fancy and on_terminal
+        Console(
+            width=width, highlight=False, markup=False, emoji=False, color_system="auto" if color else None
+        ).print(view)
+
+    def answer(self, pieces: Iterable[str]) -> Iterator[None]:
+        """Write an answer to stdout as it comes, exactly, but for control characters; yields after each piece."""
+        last = ""
+        for piece in pieces:
+            last = piece
+            sys.stdout.write(clean(piece))
+            sys.stdout.flush()
+            yield
+        if not last.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
