@@ -30,7 +30,7 @@ def show_models(screen: Screen) -> None:
             state = f"{context_length(config):,} tokens"
         except KVChatError as error:
             state = f"cannot be served: {error}"
-        rows.append([found.name, config["model_type"], human(_weights(found)), state])
+        rows.append([found.name, config["model_type"], human(found.weight_bytes), state])
     if not rows:
         screen.warn(f"no models yet; run: kvchat models pull {DEFAULT}")
         return
@@ -45,7 +45,7 @@ def show_model(found: Found, screen: Screen) -> None:
     rows = [
         ["architecture", config["model_type"]],
         ["folder", str(found.folder)],
-        ["weights", human(_weights(found))],
+        ["weights", human(found.weight_bytes)],
         ["context", f"{context_length(config):,} tokens"],
         [
             "layers",
@@ -107,7 +107,3 @@ def _devices() -> list[list[str]]:
     if torch.backends.mps.is_available():
         rows.append(["mps", "available, float16"])
     return rows
-
-
-def _weights(found: Found) -> int:
-    return sum(f.stat().st_size for f in found.folder.glob("*.safetensors"))

@@ -66,8 +66,8 @@ class Chat:
 
     def toolbar(self) -> str:
         usage = self.session.usage()
-        left = self.session.context - usage.tokens
-        return f" {summary(usage)} · {left:,} tokens left · {human(self.session.free_bytes())} free"
+        free = f"{human(self.session.free_bytes())} free on {self.loaded.device}"
+        return f" {summary(usage)}\n {usage.tokens:,} of {self.session.context:,} tokens, {free}"
 
     def line(self, text: str) -> None:
         """A question or a command. Errors are said; the chat goes on."""
@@ -99,7 +99,8 @@ class Chat:
         return None
 
     def _ask(self, question: str) -> None:
-        self.prefill()
+        if self.session.unread:
+            self.prefill()
         if self.session.unread:
             return
         turn = steps.answer(self.session, question, self.sampling, self.screen)

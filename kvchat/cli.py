@@ -93,7 +93,7 @@ def ask(
         question = _question_from_stdin(paths)
     fmt, screen = parse(formats.kv), screens.screen()
     reading = steps.read_documents(documents, screen, screens.verbose)
-    loaded = steps.open_model(models, screen, screens.verbose)
+    loaded = steps.open_model(models, reading, screen, screens.verbose)
     session = steps.open_session(loaded, fmt, reading, answers.system, screen)
     steps.prefill(session, screen)
     if as_json:
@@ -142,7 +142,7 @@ def _talk(
 
     fmt, screen = parse(formats.kv), screens.screen()
     reading = steps.read_documents(documents, screen, screens.verbose)
-    loaded = steps.open_model(models, screen, screens.verbose)
+    loaded = steps.open_model(models, reading, screen, screens.verbose)
     talk = Chat(loaded, fmt, documents, reading, steps.sampling(answers), answers.system, screen)
     talk.prefill()
     names = steps.join_names([d.name for d in reading.documents]) or "no documents"
@@ -175,7 +175,7 @@ def ingest(
     reading = steps.read_documents(
         steps.Documents(arguments, document_flags.options()), screen, screens.verbose
     )
-    plan = planning.plan(steps.find_model(models, screen), fmt, reading)
+    plan = planning.plan(steps.find_config(models, screen), fmt, reading)
     if as_json:
         print(json.dumps(asdict(plan), ensure_ascii=False))
     else:
@@ -218,7 +218,7 @@ def compare_memory(
     if arguments:
         documents = steps.Documents(arguments, document_flags.options())
         reading = steps.read_documents(documents, screen, screens.verbose)
-    found = steps.find_model(models, screen)
+    found = (steps.find_model if measure else steps.find_config)(models, screen)
     comparison = planning.compare(found, formats, reading, tokens)
     if measure and reading is not None:
         comparison = steps.measure_formats(comparison, found, models.device, reading, formats, screen)
@@ -266,7 +266,7 @@ def models_info(
     from kvchat import about
 
     screen = Screen()
-    about.show_model(steps.find_model(ModelFlags(name), screen), screen)
+    about.show_model(steps.find_config(ModelFlags(name), screen), screen)
 
 
 @app.command()

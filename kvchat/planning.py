@@ -97,10 +97,7 @@ def compare(
     if reading is not None:
         tokens = sum(count_tokens(found.folder, [d.text for d in reading.documents]))
     assert tokens is not None
-    weights = (
-        sum(f.stat().st_size for f in found.folder.glob("*.safetensors")) if found.folder.is_dir() else 0
-    )
-    free = psutil.virtual_memory().available
+    weights, free = found.weight_bytes, psutil.virtual_memory().available
     rows = tuple(
         Row(
             usage(shape, fmt, tokens, DENSE_BYTES),

@@ -121,9 +121,14 @@ class Prompt:
         self.with_document = with_document
         self._scaffold = backend
         self._text = text_tokenizer(backend.to_str())
-        self._added = frozenset(
-            i for i, token in backend.get_added_tokens_decoder().items() if token.content.strip()
-        )
+        added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        self._added = frozenset(i for i, content in added.items() if content.strip())
+        # where other added tokens are gone, those of white space may have moved up
+        self._moved = {
+            self._text.token_to_id(content): i
+            for i, content in added.items()
+            if not content.strip() and self._text.token_to_id(content) != i
+        }
         self._opening = [] if tokenizer.chat_template else backend.encode("").ids  # a base model's BOS
 
     def prefix_ids(self, documents: Sequence[tuple[str, str]]) -> list[int]:
@@ -148,6 +153,8 @@ class Prompt:
     def text_ids(self, text: str) -> list[int]:
         """Text that is nobody's but the document's or the user's. Raises KVChatError rather than emit an added token."""
         ids = self._text.encode(text, add_special_tokens=False).ids
+        if self._moved:
+            ids = [self._moved.get(i, i) for i in ids]
         if not self._added.isdisjoint(ids):
             token = self._scaffold.id_to_token(next(i for i in ids if i in self._added))
             raise KVChatError(f"this tokenizer turns text into its control token {token}; take another model")

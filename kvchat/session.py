@@ -15,10 +15,8 @@ from kvchat.errors import DoesNotFit, KVChatError
 from kvchat.kv.format import PRESETS, KVFormat
 from kvchat.memory import Usage, fits, human, usage
 from kvchat.models.load import LoadedModel, free_bytes
+from kvchat.models.tokens import ANSWER_ROOM, check_context
 from kvchat.prompt import Prompt
-
-ANSWER_ROOM = 64
-"""Tokens that must be left for an answer before a question is taken at all."""
 
 
 @dataclass
@@ -63,8 +61,7 @@ class Session:
         self.read_seconds = 0.0
         self._stop_ids = self.prompt.stop_ids(loaded.stop_ids)
         self._check_fits()
-        self.engine = Engine(loaded.model, fmt, chunk)
-        self.engine.cache.reserve(len(self.prefix))
+        self.engine = self._new_engine(chunk)
         self._pending: list[int] = []  # ids that the next question must bring into the cache first
         self._start: list[Any] | None = None
 
@@ -103,6 +100,12 @@ class Session:
         try:
             for _ in self.engine.prefill(self.prefix[self.engine.tokens :]):
                 yield self.usage()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # some layers may have read a chunk that others have not: the next call begins anew
+            self.engine = self._new_engine(self.engine.chunk)
+            raise
         finally:
             self.read_seconds += time.perf_counter() - started
         self.engine.cache.seal()
@@ -183,13 +186,14 @@ class Session:
             self.engine.cache.restore(self._start)
         self.turns, self._pending = [], []
 
+    def _new_engine(self, chunk: int) -> Engine:
+        engine = Engine(self.loaded.model, self.fmt, chunk)
+        engine.cache.reserve(len(self.prefix))
+        return engine
+
     def _check_fits(self) -> None:
         needed = len(self.prefix) + ANSWER_ROOM
-        if needed > self.context:
-            raise DoesNotFit(
-                f"the document needs {len(self.prefix):,} tokens and {self.loaded.name} reads {self.context:,} "
-                f"({ANSWER_ROOM} are kept for an answer); give fewer files, --pages, or a model with a longer context"
-            )
+        check_context(self.loaded.name, len(self.prefix), self.context)
         free = free_bytes(self.loaded.device)
         planned = self.usage(needed)
         if planned.in_use > free:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvchat.documents import Options, Reading, Step, read
 from kvchat.flags import AnswerFlags, ModelFlags
 from kvchat.kv.format import KVFormat
-from kvchat.models.find import Found, find, is_gguf
+from kvchat.models import find as models
+from kvchat.models.families import context_length, read_config
 from kvchat.models.pull import pull
+from kvchat.models.tokens import check_context, count_tokens
 from kvchat.ui.gauge import summary, watch
 from kvchat.ui.interrupt import Interrupt
 from kvchat.ui.screen import Screen
@@ -72,17 +74,29 @@ class _Silent:
         pass
 
 
-def find_model(flags: ModelFlags, screen: Screen) -> Found:
+def find_model(flags: ModelFlags, screen: Screen) -> models.Found:
     """Find the model on this machine; a GGUF file is converted first, once. Raises ModelNotFound, ModelRefused."""
-    if is_gguf(flags.model):
+    if models.is_gguf(flags.model):
         for line in pull(flags.model, flags.offline):
             screen.say(line)
-    return find(flags.model, flags.offline)
+    return models.find(flags.model, flags.offline)
 
 
-def open_model(flags: ModelFlags, screen: Screen, verbose: bool = False) -> LoadedModel:
-    """Find it and load the weights. Raises ModelNotFound, ModelRefused, DoesNotFit, UsageError."""
+def find_config(flags: ModelFlags, screen: Screen) -> models.Found:
+    """As `find_model`, for what needs no weights. Raises ModelNotFound, ModelRefused."""
+    if models.is_gguf(flags.model):
+        return find_model(flags, screen)
+    return models.find_config(flags.model, flags.offline)
+
+
+def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: bool = False) -> LoadedModel:
+    """Find the model and load its weights, unless the documents are too long for it anyway.
+
+    Raises ModelNotFound, ModelRefused, DoesNotFit, UsageError.
+    """
     found = find_model(flags, screen)
+    tokens = sum(count_tokens(found.folder, [d.text for d in reading.documents]))
+    check_context(found.name, tokens, context_length(read_config(found.folder)))
     with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
         from kvchat.models.load import load
 
@@ -164,7 +178,7 @@ def report(session: Session, turn: Turn, reading: Reading) -> dict[str, Any]:
 
 def measure_formats(
     comparison: Comparison,
-    found: Found,
+    found: models.Found,
     device: str,
     reading: Reading,
     formats: Sequence[KVFormat],

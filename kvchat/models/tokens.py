@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvchat.errors import ModelNotFound
+from kvchat.errors import DoesNotFit, ModelNotFound
 from kvchat.prompt import text_tokenizer
+
+ANSWER_ROOM = 64
+"""Tokens that must be left for an answer before a document or a question is taken at all."""
+
+
+def check_context(name: str, tokens: int, context: int) -> None:
+    """Raises DoesNotFit, with both numbers, for a document that leaves no room for an answer."""
+    if tokens + ANSWER_ROOM > context:
+        raise DoesNotFit(
+            f"the document needs {tokens:,} tokens and {name} reads {context:,} ({ANSWER_ROOM} are kept for an answer); "
+            "give fewer files, --pages, or a model with a longer context"
+        )
 
 
 def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:

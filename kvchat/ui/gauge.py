@@ -78,8 +78,7 @@ def _bar(share: float, style: str) -> Text:
 
 def _view(meter: _Meter) -> Group:
     usage = meter.usage
-    if usage is None:
-        return Group(Text(f"reading {meter.total:,} tokens ..."))
+    assert usage is not None
     grid = Table.grid(padding=(0, 1))
     grid.add_row(
         "read", _bar(usage.tokens / meter.total, "cyan"), f"{usage.tokens:,} of {meter.total:,} tokens"
@@ -97,7 +96,7 @@ def _view(meter: _Meter) -> Group:
 
 
 def _live(meter: _Meter, usages: Iterator[Usage], screen: Screen) -> Generator[Usage]:
-    with Live(_view(meter), console=screen.console, auto_refresh=False) as live:
+    with Live(console=screen.console, auto_refresh=False) as live:
         drawn = 0.0
         for usage in meter.steps(usages):
             now = time.perf_counter()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from kvchat.ui.interrupt import Interrupt
 from kvchat.ui.screen import clean
-
-QUIT_WITHIN = 1.0
-"""Seconds within which a second Ctrl-C at the prompt leaves."""
 
 
 def inputs(
@@ -49,15 +46,12 @@ def _typed(
         enable_open_in_editor=True,
         bottom_toolbar=lambda: clean(toolbar()),
     )
-    interrupted = -QUIT_WITHIN
     while True:
         try:
             text = session.prompt(prompt)
         except KeyboardInterrupt:
-            now = time.monotonic()
-            if now - interrupted < QUIT_WITHIN:
+            if Interrupt.pressed_twice():
                 raise
-            interrupted = now
             continue
         except EOFError:
             return

@@ -12,10 +12,10 @@ from kvchat.ui.screen import clean
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str | Text]], title: str = "") -> Table:
-    """A table whose columns are right-aligned where their first cell starts with a digit."""
+    """A table whose columns are right-aligned where every cell starts with a digit."""
     view = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
     for i, heading in enumerate(headings):
-        number = bool(rows) and str(rows[0][i])[:1].isdigit()
+        number = all(str(row[i])[:1].isdigit() for row in rows)
         view.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in rows:
         view.add_row(*(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in row))

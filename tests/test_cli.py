@@ -1,0 +1,313 @@
+"""The commands as a user meets them: streams, exit codes, one line for each thing that goes wrong."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import tiny_loaded
+
+from kvchat import places
+from kvchat.cli import main
+from kvchat.ui.screen import clean
+
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    loaded = tiny_loaded(context=2048)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run kvchat in this process; gives its exit code, stdout and stderr."""
+
+    def run(*arguments: Any, stdin: str = "") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["kvchat", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        capfd.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 0
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    file = tmp_path / "book.txt"
+    file.write_text("The code of the red box is 7731.\n" * 20)
+    return file
+
+
+WRONG = [
+    (["ask"], 2, "nothing to read"),
+    (["ask", "{missing}.txt"], 3, "no such file"),
+    (["ask", "{book}", "other.pdf"], 3, "no such file or folder: other.pdf"),
+    (["ask", "{empty}", "why?"], 3, "empty"),
+    (["ask", "{book}", ""], 2, "question"),
+    (["ask", "-", "why?"], 3, "empty"),
+    (["ask", "{book}", "why?", "--kv", "kivi9"], 2, "fp16, kivi4, kivi3, kivi2"),
+    (["ask", "{book}", "why?", "--kv", "kivi2:k=5"], 2, "5 bits"),
+    (["ask", "{book}", "why?", "--kv", "kivi2:colour=3"], 2, "colour=3"),
+    (["ask", "{book}", "why?", "--device", "tpu:9"], 2, "tpu:9"),
+    (["ask", "{book}", "why?", "--max-file-size", "big"], 2, "'big' is no size"),
+    (["ask", "{book}", "why?", "-m", "nosuch"], 5, "nosuch"),
+    (["ask", "{book}", "why?", "-m", "smollm2", "--offline"], 5, "kvchat models pull smollm2"),
+    (["ask", "{book}", "why?", "-m", "no/such", "--offline"], 5, "kvchat models pull no/such"),
+    (["ask", "{book}", "why?", "-m", "{missing}.gguf"], 5, "no such file"),
+    (["chat", "-"], 2, "stdin"),
+    (["ingest", "{book}"], 2, "--dry-run"),
+    (["compare-memory"], 2, "--tokens N"),
+    (["compare-memory", "{book}", "--tokens", "5"], 2, "either"),
+    (["compare-memory", "--tokens", "5", "--plot", "x.jpg"], 2, "PNG"),
+    (["compare-memory", "--tokens", "5", "--measure"], 2, "document"),
+    (["models", "pull", "nosuch"], 5, "nosuch"),
+    (["models", "info", "{book}"], 5, "book.txt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"), WRONG, ids=lambda a: " ".join(a) if isinstance(a, list) else ""
+)
+def test_what_goes_wrong_ends_in_one_line(
+    run: Run, book: Path, model_folder: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    places_ = {"missing": tmp_path / "missing", "book": book, "empty": tmp_path / "empty.txt"}
+    arguments = [a.format(**places_) for a in arguments]
+    if "-m" not in arguments and arguments[0] in ("ask", "chat", "ingest", "compare-memory"):
+        arguments += ["-m", str(model_folder)]
+    result = run(*arguments)
+    assert result.code == code
+    assert result.out == ""
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith("kvchat: error: ")
+    assert words in last
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["ask", "--temp", "-1"], ["ask", "--nosuch"]])
+def test_usage_errors_end_in_2(run: Run, arguments: list[str]) -> None:
+    assert run(*arguments).code == 2
+
+
+def test_answer_alone_on_stdout(run: Run, book: Path, model_folder: Path) -> None:
+    result = run("ask", book, "Which code?", "-m", model_folder, "--max-tokens", 8, "--kv", "kivi2")
+    assert result.code == 0
+    assert "\x1b" not in result.out + result.err
+    assert "kivi2 3.5 bits" in result.err
+    assert "fp16 would be" in result.err
+    assert "tokens/s" in result.err
+    quiet = run("ask", book, "Which code?", "-m", model_folder, "--max-tokens", 8, "--kv", "kivi2", "-q")
+    assert quiet.out == result.out
+    assert "kivi2" not in quiet.err
+
+
+def test_json_holds_what_the_text_says(run: Run, book: Path, model_folder: Path) -> None:
+    arguments = ("ask", book, "Which code?", "-m", model_folder, "--max-tokens", 8)
+    text, report = run(*arguments).out, json.loads(run(*arguments, "--json").out)
+    assert clean(report["answer"]) == text.removesuffix("\n")
+    assert report["stopped"] == "max-tokens"
+    assert report["kv"]["format_name"] == "kivi4"
+    assert report["kv"]["ratio"] == report["kv"]["fp16"] / report["kv"]["in_use"]
+    assert report["documents"][0]["name"] == "book.txt"
+
+
+def test_a_cut_answer_is_said(run: Run, book: Path, model_folder: Path) -> None:
+    result = run("ask", book, "Which code?", "-m", model_folder, "--max-tokens", 3)
+    assert "cut after 3 tokens" in result.err
+
+
+def test_question_and_document_from_stdin(run: Run, book: Path, model_folder: Path) -> None:
+    options = ("-m", model_folder, "--max-tokens", 8, "-q")
+    expected = run("ask", book, "Which code?", *options).out
+    assert run("ask", book, *options, stdin="Which code?\n").out == expected
+    assert run("ask", "-f", book, "Which code?", *options).out == expected
+    assert run("ask", "-", "Which code?", *options, stdin=book.read_text()).code == 0
+    assert run("ask", "-", *options, stdin="text").code == 2  # which is it, document or question?
+
+
+def test_too_long_is_refused_with_both_numbers_before_the_model_opens(
+    run: Run, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvchat.models.load.load", lambda *_: pytest.fail("the model was opened"))
+    (tmp_path / "long.txt").write_text("x" * 3000)
+    result = run("ask", tmp_path / "long.txt", "why?", "-m", model_folder)
+    assert result.code == 4
+    assert "3,000 tokens" in result.err
+    assert "2,048" in result.err
+
+
+def test_control_characters_never_reach_the_terminal(
+    run: Run, book: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "ok \x1b[2J\x1b]0;x\x07 [/x] [bold] :smile: a\tb\u009b"
+    monkeypatch.setattr("kvchat.session.Session.ask", lambda self, *_: self._fake(text))
+    turn = SimpleNamespace(answer=text, tokens=1, stopped="", tokens_per_second=1.0)
+
+    def fake(self: Any, text: str) -> Any:
+        self.turns.append(turn)
+        yield text
+
+    monkeypatch.setattr("kvchat.session.Session._fake", fake, raising=False)
+    out = run("ask", book, "why?", "-m", model_folder, "-q").out
+    assert out == "ok \ufffd[2J\ufffd]0;x\ufffd [/x] [bold] :smile: a\tb\ufffd\n"
+
+
+def test_chat_from_a_pipe(run: Run, book: Path, model_folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.md"
+    lines = [
+        "Which code?",
+        "/memory",
+        "/tokens",
+        "/files",
+        "/mem",
+        "//slash",
+        "/regen",
+        "/clear",
+        "/set temp 0.5",
+    ]
+    lines += [
+        "/set temp x",
+        "/system Be brief.",
+        "Again?",
+        f"/save {saved}",
+        f"/save {saved}",
+        "/exit",
+        "never read",
+    ]
+    result = run("chat", book, "-m", model_folder, "--max-tokens", 4, stdin="\n".join(lines))
+    assert result.code == 0
+    assert "did you mean /memory?" in result.err
+    assert "in use (measured)" in result.out
+    assert "everything in the cache" in result.out
+    assert "book.txt" in result.out
+    assert "'x' is no value for temp" in result.err
+    assert "exists already" in result.err
+    assert "## Again?" in saved.read_text()
+    assert "Which code?" not in saved.read_text()  # the system prompt started a new conversation
+
+
+def test_add_reads_anew_and_failing_changes_nothing(
+    run: Run, book: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "second.txt").write_text("A second text.")
+    (tmp_path / "long.txt").write_text("x" * 3000)
+    lines = [
+        f"/add {tmp_path / 'long.txt'}",
+        f"/add {tmp_path / 'nosuch.txt'}",
+        f"/add {tmp_path / 'second.txt'}",
+        "/files",
+    ]
+    result = run("chat", book, "-m", model_folder, stdin="\n".join(lines))
+    assert "reads 2,048" in result.err
+    assert "no such file" in result.err
+    assert "second.txt" in result.out
+    assert "long.txt" not in result.out
+
+
+def test_ingest_counts(run: Run, book: Path, model_folder: Path) -> None:
+    (book.parent / "blob.bin").write_bytes(b"\0\1\2")
+    plan = json.loads(run("ingest", "--dry-run", book.parent, "-m", model_folder, "--json").out)
+    assert ["book.txt", len(book.read_text())] in plan["files"]
+    assert ["blob.bin", "binary"] in plan["skipped"]
+    assert plan["tokens"] == sum(n for _, n in plan["files"])
+    table = run("ingest", "--dry-run", book.parent, "-m", model_folder)
+    assert "blob.bin" in table.out
+    assert "fits the 2,048" in table.out
+
+
+def test_compare_memory_needs_the_configuration_alone(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text((model_folder / "config.json").read_text())
+    comparison = json.loads(run("compare-memory", "--tokens", 100_000, "-m", tmp_path, "--json").out)
+    assert [row["now"]["format_name"] for row in comparison["rows"]] == ["fp16", "kivi4", "kivi3", "kivi2"]
+    in_use = [row["now"]["in_use"] for row in comparison["rows"]]
+    assert in_use == sorted(in_use, reverse=True)
+    assert (
+        comparison["rows"][0]["now"]["fp16"] == 100_000 * 4 * 2 * 16 * 2 * 2
+    )  # layers, heads, head_dim, K and V, bytes
+    config.write_text('{"model_type": "mamba"}')
+    refused = run("compare-memory", "--tokens", 5, "-m", tmp_path)
+    assert refused.code == 1
+    assert "mamba" in refused.err
+
+
+def test_plot_is_a_picture(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plot.png"
+    assert run("compare-memory", "--tokens", 5000, "-m", model_folder, "--plot", picture).code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_measure_compares_with_the_unquantized_run(run: Run, book: Path, model_folder: Path) -> None:
+    result = run("compare-memory", book, "-m", model_folder, "--measure", "--kv", "kivi2", "--json")
+    reference, packed = json.loads(result.out)["measured"]
+    assert reference["format_name"] == "fp16"
+    assert reference["agreement"] == 1
+    assert reference["same_tokens"] == reference["answer_tokens"]
+    assert packed["format_name"] == "kivi2"
+    assert packed["agreement"] < 1  # at these weights two bits cannot go unnoticed
+    assert packed["in_use"] < reference["in_use"]
+    assert min(packed["peak"], packed["read_speed"], packed["decode_speed"]) > 0
+
+
+def test_config_file_gives_defaults_and_flags_win(run: Run, book: Path, model_folder: Path) -> None:
+    places.config_file().parent.mkdir(parents=True)
+    places.config_file().write_text(f'model = "{model_folder}"\nkv = "kivi3"\nmax-tokens = 2\n')
+    assert "kivi3 4.5 bits" in run("ask", book, "why?").err
+    assert "kivi2 3.5 bits" in run("ask", book, "why?", "--kv", "kivi2").err
+    places.config_file().write_text("nosuch = 1\n")
+    result = run("ask", book, "why?")
+    assert result.code == 2
+    assert "nosuch" in result.err
+
+
+def test_environment_beats_the_config_file(
+    run: Run, book: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.config_file().parent.mkdir(parents=True)
+    places.config_file().write_text('kv = "kivi3"\n')
+    monkeypatch.setenv("KVCHAT_KV", "kivi2")
+    monkeypatch.setenv("KVCHAT_MODEL", str(model_folder))
+    assert "kivi2 3.5 bits" in run("ask", book, "why?", "--max-tokens", 2).err
+
+
+def test_doctor_and_models(run: Run, model_folder: Path) -> None:
+    assert "torch" in run("doctor").out
+    assert "no models yet" in run("models", "list").err
+    assert "2 key-value, head_dim 16" in run("models", "info", model_folder).out
+
+
+@pytest.mark.parametrize(
+    "command", ["", "ask", "chat", "ingest", "compare-memory", "models", "models pull", "doctor"]
+)
+def test_help_imports_nothing_heavy(command: str) -> None:
+    """The half second that `--help` may take is spent by imports: so it is they that are counted."""
+    code = (
+        "import sys; from kvchat.cli import main; sys.argv = ['kvchat', *sys.argv[1:]]\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'pypdf', 'prompt_toolkit'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "--help"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Usage" in result.stdout
