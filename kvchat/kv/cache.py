@@ -64,7 +64,10 @@ class PackedLayer(CacheLayerMixin):
                 f"a packed cache holds one sequence, not a batch of {key_states.shape[0]}; use one a sequence"
             )
         dtype, device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        # not slices, which would keep the whole first chunk alive
+        self.keys, self.values = (
+            x.new_empty(1, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states)
+        )
         self.sink = (self.keys, self.values)
         self.rows = tuple(
             PackedRows(quant, x.shape[1], x.shape[3], dtype, device)
