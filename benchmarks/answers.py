@@ -21,7 +21,9 @@ SAMPLES = Path(__file__).parent.parent / "sample_docs"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-recall")
     parser.add_argument("--document", default="harbour-handbook.pdf")
     parser.add_argument("--kv", nargs="+", default=["fp16", "kivi4", "kivi3", "kivi2"])

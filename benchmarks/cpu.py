@@ -68,7 +68,9 @@ def run_case(case: str, model: str, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--model", default="smollm2-recall")
     parser.add_argument("--rounds", type=int, default=3)
@@ -86,10 +88,16 @@ def main() -> None:
             command += ["--tokens", str(options.tokens)]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             runs[case].append(json.loads(out.splitlines()[-1]))
-    medians = {case: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for case, rs in runs.items()}
+    medians = {
+        case: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for case, rs in runs.items()
+    }
     stock = medians["stock"]
-    print(f"{options.model}, {options.tokens} tokens, medians of {options.rounds}; x: times stock transformers")
-    print(f"{'':14} {'prefill/s':>10} {'x':>6} {'decode/s':>9} {'x':>6} {'cache MiB':>10} {'peak MiB':>9} {'x':>6}")
+    print(
+        f"{options.model}, {options.tokens} tokens, medians of {options.rounds}; x: times stock transformers"
+    )
+    print(
+        f"{'':14} {'prefill/s':>10} {'x':>6} {'decode/s':>9} {'x':>6} {'cache MiB':>10} {'peak MiB':>9} {'x':>6}"
+    )
     for case, m in medians.items():
         print(
             f"{case:14} {m['prefill']:10.1f} {m['prefill'] / stock['prefill']:6.2f} {m['decode']:9.2f} "

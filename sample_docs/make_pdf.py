@@ -89,9 +89,9 @@ class Handbook(FPDF):
             self.set_font(FONT, size=9)
             self.cell(0, 5, self.get_page_label(), align="C")
 
-    def paragraph(self, text, size=11.0, style="", align="L", gap=4.2):
+    def paragraph(self, text, size=11.0, style="", align="L", gap=6.5):
         self.set_font(FONT, style, size)
-        self.multi_cell(0, size * 0.58, text, align=align, new_x="LMARGIN", new_y="NEXT")
+        self.multi_cell(0, size * 0.72, text, align=align, new_x="LMARGIN", new_y="NEXT")
         self.ln(gap)
 
     def contents(self, pages):

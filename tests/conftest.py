@@ -1,4 +1,4 @@
-"""Every test has a home of its own and no network; those marked `default_model` use the real home and its model."""
+"""Every test has a home of its own and no network; those marked `default_model` use the real home."""
 
 import os
 import sys

@@ -38,7 +38,9 @@ def questions() -> list[dict[str, str]]:
     return [q for q in map(json.loads, lines) if q["document"] == PDF.name]
 
 
-def answers(loaded: Any, spec: str, documents: tuple[Document, ...], questions: list[dict[str, str]]) -> list[str]:
+def answers(
+    loaded: Any, spec: str, documents: tuple[Document, ...], questions: list[dict[str, str]]
+) -> list[str]:
     session = Session(loaded, parse(spec), documents)
     *_, usage = session.read()
     planned = session.usage(usage.tokens).in_use

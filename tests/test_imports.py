@@ -131,7 +131,7 @@ def test_the_walk_sees_what_is_there() -> None:
 
 
 def test_kernels_is_no_package_of_its_own() -> None:
-    """With an __init__.py it would shadow Hugging Face's package `kernels`, which transformers imports where it finds it."""
+    """With an __init__.py it would shadow Hugging Face's package `kernels`, which transformers imports."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 

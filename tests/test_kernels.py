@@ -1,4 +1,4 @@
-"""The packed layout, quantization and attention: reference against the paper's formulas, torch against the reference."""
+"""Layout, quantization, attention: the reference against the paper's formulas, torch against it."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def values(tokens: int, channels: int, dtype: torch.dtype = torch.float32, heads
     return x.to(dtype)
 
 
-# --- layout ---------------------------------------------------------------------------------------------------------
+# --- layout -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", IMPLEMENTATIONS)
@@ -64,7 +64,7 @@ def test_pack_undoes_unpack_for_any_bytes(bits: int, eighths: int, raw: list[int
 
 
 def documented_bytes(codes: list[int], bits: int) -> list[int]:
-    """README.md: field f of byte j is channel f * n + j; 3 bits are a plane of the low two bits, then one of the high bit."""
+    """README.md: field f of byte j is channel f * n + j; 3 bits: a plane of two bits, then of the third."""
     row = []
     for low, width in {2: [(0, 2)], 3: [(0, 2), (2, 1)], 4: [(0, 4)]}[bits]:
         n = len(codes) * width // 8
@@ -92,7 +92,7 @@ def test_the_example_of_the_readme(kernel: ModuleType) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_plain_bit_stream_is_another_layout(bits: int) -> None:
-    """Negative control: neighbours packed side by side share most bytes with the documented layout only by chance."""
+    """Negative control: neighbours packed side by side make other bytes."""
     codes = random_codes((128,), bits).tolist()
     number = sum(code << (i * bits) for i, code in enumerate(codes))
     stream = number.to_bytes(16 * bits, "little")
@@ -117,11 +117,11 @@ def test_a_flipped_bit_changes_one_channel(kernel: ModuleType, bits: int) -> Non
     assert len(touched) == 64 * bits
 
 
-# --- quantization ---------------------------------------------------------------------------------------------------
+# --- quantization -------------------------------------------------------------------------------------------
 
 
 def kivi(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.float16, np.float16]:
-    """One group by the paper's formula, with the scale and zero that are stored: what comes back, scale, zero."""
+    """One group by the paper's formula, scale and zero as stored: what comes back, scale, zero."""
     levels = np.float32(2**bits - 1)
     scale = np.float16((x.max() - x.min()) / levels)
     zero = np.float16(x.min())
@@ -197,6 +197,8 @@ def test_a_constant_group_comes_back_as_its_constant(
     packed = kernel.quantize(torch.full((1, 32, 32), constant), bits, axis, 32)
     back = kernel.dequantize(*packed, bits, axis, 32, torch.float32)
     assert (back == float(np.float16(constant))).all()
+    wanted = reference.quantize(torch.full((1, 32, 32), constant), bits, axis, 32)
+    assert torch.equal(packed[0], wanted[0]), "no division by zero, whose code would be chance"
 
 
 def test_quantize_takes_a_view() -> None:
@@ -234,7 +236,7 @@ def test_damage_shows(bits: int, axis: str, damage: Callable[..., tuple[Tensor, 
     assert ((honest - damaged).abs() > steps).any()
 
 
-# --- attention ------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 def qkv(share: int, dim: int, count: int, total: int, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:

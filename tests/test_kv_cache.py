@@ -1,4 +1,4 @@
-"""What a packed cache holds, what it costs, what it builds while it is read, and that it goes back exactly."""
+"""What a packed cache holds and costs, what is built while it is read, and that it goes back exactly."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +76,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# --- what is stored -------------------------------------------------------------------------------------------------
+# --- what is stored -----------------------------------------------------------------------------------------
 
 
 def by_the_paper(x: np.ndarray, quant: Quant) -> np.ndarray:
@@ -190,7 +190,7 @@ def test_the_window_is_exact_to_its_last_token() -> None:
         assert packed_layers(cache)[0].packed_tokens == packed
 
 
-# --- what is never built --------------------------------------------------------------------------------------------
+# --- what is never built ------------------------------------------------------------------------------------
 
 
 class LargestFloat(TorchDispatchMode):
@@ -313,7 +313,7 @@ def test_what_is_reserved_but_unused_is_never_read() -> None:
     assert poisoned
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("kivi2", 3.0), ("kivi3", 4.0), ("kivi4", 5.0)])
@@ -351,7 +351,7 @@ def test_the_window_does_not_keep_the_chunk_alive() -> None:
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
 
 
-# --- going back -----------------------------------------------------------------------------------------------------
+# --- going back ---------------------------------------------------------------------------------------------
 
 
 def answer(model: Any, cache: KVCache, seed: int, decode: int = 70) -> list[Tensor]:
@@ -377,6 +377,7 @@ def test_restore_is_exact(family: str, spec: str, monkeypatch: pytest.MonkeyPatc
     for seed in (2, 1):
         cache.restore(snapshot)
         assert cache.get_seq_length() == 140
+        assert [len(layer.starts) * layer.fmt.block for layer in packed_layers(cache)] == packed
         assert same(held(cache), before)
         again = answer(model, cache, seed)
         assert same(again, first) == (seed == 1)
@@ -434,7 +435,7 @@ def test_reset_forgets_everything() -> None:
     assert same(held(fill(model, cache, tokens(200))), held(fresh))
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 
 def stub(family: str, **settings: Any) -> Any:

@@ -80,5 +80,6 @@ def test_a_block_completes_every_group(spec: str, block: int) -> None:
 
 
 def test_formats_cost_no_torch() -> None:
-    code = "import sys, kvchat.kv.format, kvchat.memory, kvchat.models.families; assert 'torch' not in sys.modules"
+    modules = "kvchat.kv.format, kvchat.memory, kvchat.models.families"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

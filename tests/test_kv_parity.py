@@ -1,4 +1,4 @@
-"""Every family through kvchat's hooks, chunk by chunk, against the same model with stock attention over dense tensors."""
+"""Every family through kvchat's hooks, chunk by chunk, against the same model with stock attention."""
 
 from functools import cache
 from typing import Any
@@ -145,7 +145,7 @@ def test_fewer_bits_differ_more() -> None:
 
 
 def test_values_of_a_kernel_with_a_wrong_shift_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 4 bits in small groups gemma3 answers nearly as if unquantized; with channels off by one it doesn't."""
+    """At 4 bits gemma3 answers nearly as if unquantized; with channels off by one it doesn't."""
     assert (honest := error("gemma3_text", "kivi4:window=0")) < 0.05
     plain = attention.ops.dequantize
 

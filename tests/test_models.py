@@ -16,14 +16,15 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvchat import places
 from kvchat.engine import Sampling
 from kvchat.errors import KVChatError, ModelNotFound, ModelRefused, UsageError
-from kvchat.kv.format import parse
+from kvchat.kv.cache import KVCache, PackedLayer
+from kvchat.kv.format import PRESETS, parse
 from kvchat.models import families, pull
 from kvchat.models.families import cache_shape, context_length, read_config
 from kvchat.models.find import BUILT_IN, Found, built_in_folder, converted_folder, find, list_local
 from kvchat.models.load import choose_device, choose_dtype, load
 from kvchat.session import Session
 
-# --- families -------------------------------------------------------------------------------------------------------
+# --- families -----------------------------------------------------------------------------------------------
 
 
 def by_transformers(config: Any) -> list[tuple[int, int, int | None]]:
@@ -152,7 +153,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, content: str | None) -> No
         read_config(tmp_path)
 
 
-# --- find -----------------------------------------------------------------------------------------------------------
+# --- find ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -229,7 +230,7 @@ def test_nothing_is_listed_where_nothing_is() -> None:
     assert list_local() == []
 
 
-# --- pull -----------------------------------------------------------------------------------------------------------
+# --- pull ---------------------------------------------------------------------------------------------------
 
 
 class FakePip:
@@ -310,7 +311,7 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in places.models().iterdir() if not p.name.endswith(".lock")] == []
 
 
-# --- load -----------------------------------------------------------------------------------------------------------
+# --- load ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "tpu", "cpu:1", "nonsense", "", "meta"])
@@ -342,6 +343,14 @@ def saved(tmp_path: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_a_window_that_the_model_ignores_drops_nothing(saved: Path) -> None:
+    """transformers' caches heed `sliding_window` of any configuration, llama's attention does not."""
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    loaded = load(Found("tiny", saved), "cpu")
+    assert all(isinstance(layer, PackedLayer) for layer in KVCache(loaded.model, PRESETS["fp16"]).layers)
 
 
 def test_a_folder_loads_and_answers(saved: Path) -> None:

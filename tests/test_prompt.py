@@ -48,7 +48,7 @@ def text_of(prompt: Prompt, ids: list[int]) -> str:
     return prompt._scaffold.decode(ids, skip_special_tokens=False)
 
 
-# --- text stays text ------------------------------------------------------------------------------------------------
+# --- text stays text ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_text_gets_no_bos_of_the_post_processor() -> None:
     assert ids[0] == 256 and ids.count(256) == 1
 
 
-# --- templates ------------------------------------------------------------------------------------------------------
+# --- templates ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_document", [True, False])

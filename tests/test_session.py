@@ -93,7 +93,7 @@ def spelled(loaded: Any, text: str | bytes) -> list[int]:
     return [loaded.tokenizer.convert_tokens_to_ids(names[byte]) for byte in data]
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 def test_reading_measures_every_chunk(loaded: Any) -> None:
@@ -179,7 +179,7 @@ def test_reading_starts_anew_after_an_interrupt_inside_a_chunk(
     assert same(state(session), state(whole))
 
 
-# --- asking and taking back -----------------------------------------------------------------------------------------
+# --- asking and taking back ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("back", ["undo", "clear"])
@@ -331,7 +331,7 @@ def test_seeds(loaded: Any) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
-# --- what fits ------------------------------------------------------------------------------------------------------
+# --- what fits ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def test_a_question_that_does_not_fit_is_refused_before_it_is_a_turn(
     assert session.turns == [] and same(state(session), before)
 
 
-# --- streaming ------------------------------------------------------------------------------------------------------
+# --- streaming ----------------------------------------------------------------------------------------------
 
 
 ANSWERS = [

@@ -1,4 +1,4 @@
-"""Tiny random models, one a family, whose weights are large enough that a wrong rotation shows; and a tokenizer of bytes."""
+"""Tiny random models, one a family, with weights so large that a wrong rotation shows; a byte tokenizer."""
 
 from typing import Any
 

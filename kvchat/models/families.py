@@ -27,6 +27,10 @@ class Family:
     pattern: int = 0  # every pattern-th layer is full, the others slide
     context: int = 2048
 
+    @property
+    def may_slide(self) -> bool:
+        return self.slides != "never"
+
     def layer_types(self, config: dict[str, Any]) -> list[str]:
         count = config["num_hidden_layers"]
         if config.get("layer_types"):

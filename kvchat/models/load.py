@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvchat.errors import DoesNotFit, ModelRefused, UsageError
 from kvchat.kv import attention
 from kvchat.memory import CacheShape, human
-from kvchat.models.families import cache_shape, context_length, read_config
+from kvchat.models.families import FAMILIES, cache_shape, context_length, read_config
 from kvchat.models.find import Found
 
 
@@ -70,8 +70,13 @@ def load(found: Found, device_name: str = "auto") -> LoadedModel:
     logging.set_verbosity_error()
     attention.register()
     try:
+        settings = AutoConfig.from_pretrained(found.folder, trust_remote_code=False, local_files_only=True)
+        if not FAMILIES[config["model_type"]].may_slide:
+            # some such models carry a window that their attention ignores, and transformers' caches would heed
+            settings.sliding_window = None
         model = AutoModelForCausalLM.from_pretrained(
             found.folder,
+            config=settings,
             dtype=choose_dtype(device),
             device_map={"": device} if device.type != "cpu" else None,
             attn_implementation=attention.NAME,
