@@ -47,11 +47,6 @@ def read_source(text):
     for chunk in "\n".join(lines).split("\n---\n"):
         words, blocks, title = [], [], False
 
-        def end_paragraph():
-            if words:
-                blocks.append(("text", " ".join(words)))
-                words.clear()
-
         for line in chunk.splitlines() + [""]:
             if line in ("@front", "@body"):
                 part = line[1:]
@@ -65,8 +60,9 @@ def read_source(text):
                 blocks.append(("section", line[3:]))
             elif line:
                 words.append(line)
-            else:
-                end_paragraph()
+            elif words:
+                blocks.append(("text", " ".join(words)))
+                words.clear()
         count[part] += 1
         pages.append(Page(part, count[part], title, blocks))
     return pages
