@@ -71,13 +71,13 @@ def _convert(gguf: Path, target: Path, recall: bool) -> None:
 
 
 def _merge_recall(model: Any) -> None:
-    """W' = W + B A for every adapted matrix, with the adapter's RoPE base and context (recall/config.json)."""
+    """W' = W + B A for every adapted matrix, with the adapter's RoPE base and context (recall.json)."""
     import torch
     from safetensors.torch import load_file
 
-    with as_file(files("kvchat.models") / "recall") as folder:
-        settings = json.loads((folder / "config.json").read_text("utf-8"))
-        tensors = load_file(folder / "adapter.safetensors")
+    settings = json.loads((files("kvchat.models") / "recall.json").read_text("utf-8"))
+    with as_file(files("kvchat.models") / "recall.safetensors") as file:
+        tensors = load_file(file)
     modules = dict(model.named_modules())
     names = sorted({key.rsplit(".", 2)[0] for key in tensors})
     with torch.no_grad():
