@@ -45,7 +45,7 @@ def show_model(found: Found, screen: Screen) -> None:
     rows = [
         ["architecture", config["model_type"]],
         ["folder", str(found.folder)],
-        ["weights", human(found.weight_bytes)],
+        ["weights", human(found.weight_bytes) if found.weight_bytes else "not on this machine"],
         ["context", f"{context_length(config):,} tokens"],
         [
             "layers",

@@ -248,6 +248,18 @@ def test_compare_memory_needs_the_configuration_alone(run: Run, model_folder: Pa
     assert "mamba" in refused.err
 
 
+def test_the_default_can_be_planned_for_before_it_is_pulled(run: Run, book: Path) -> None:
+    comparison = json.loads(run("compare-memory", "--tokens", 16_384, "--json").out)
+    assert (comparison["model"], comparison["context"], comparison["weights"]) == (
+        "smollm2-recall",
+        16_384,
+        0,
+    )
+    assert comparison["rows"][0]["now"]["fp16"] == 16_384 * 30 * 2 * 3 * 64 * 2
+    assert "not on this machine" in run("models", "info").out
+    assert run("compare-memory", book).code == 5  # nothing to count its tokens with
+
+
 def test_plot_is_a_picture(run: Run, model_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plot.png"

@@ -49,8 +49,11 @@ def is_gguf(name: str) -> bool:
 def find_config(name: str, offline: bool) -> Found:
     """As `find`, for what needs no weights: a folder with a config.json will do, and so will the path of that file.
 
-    Of a hub id that is not here, config.json and the tokenizer are fetched, unless `offline`.
+    Of a hub id that is not here, config.json and the tokenizer are fetched, unless `offline`. The default's configuration
+    comes with kvchat.
     """
+    if name == DEFAULT and not built_in_folder(name).is_dir():
+        return Found(name, Path(__file__).with_name("recall.json"))
     path = Path(name).expanduser()
     if path.name == "config.json" and path.is_file():
         return Found(path.absolute().parent.name, path.absolute().parent)

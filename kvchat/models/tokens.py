@@ -25,6 +25,8 @@ def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
     """Tokens of each text, as the prompt would encode it. Raises ModelNotFound where there is no tokenizer.json."""
     file = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"
     if not file.is_file():
-        raise ModelNotFound(f"{file.parent} has no tokenizer.json to count with; use --tokens N")
+        raise ModelNotFound(
+            f"{file.parent} has no tokenizer.json to count with; pull the model, or use --tokens N"
+        )
     tokenizer = text_tokenizer(file.read_text("utf-8"))
     return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
