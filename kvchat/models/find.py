@@ -72,11 +72,10 @@ def find(name: str, offline: bool) -> Found:
 
     Raises ModelNotFound with the command that brings it, ModelRefused for pickled weights.
     """
+    if "/" not in name and (places.models() / name / "config.json").is_file():
+        return Found(name, places.models() / name)  # built in, or what `list_local` calls a converted file
     if name in BUILT_IN:
-        folder = built_in_folder(name)
-        if not (folder / "config.json").is_file():
-            raise ModelNotFound(_missing(name, offline))
-        return Found(name, folder)
+        raise ModelNotFound(_missing(name, offline))
     path = Path(name).expanduser()
     if is_gguf(name):
         if not path.is_file():
