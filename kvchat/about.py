@@ -82,7 +82,7 @@ def show_machine(screen: Screen) -> None:
     )
     rows += _devices()
     rows.append(["attention", "tile loop in torch, for every format; no fused kernel yet"])
-    rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install 'kvchat[plot]'"])
+    rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install matplotlib"])
     for name, folder in (
         ("models", places.models()),
         ("config", places.config_file()),

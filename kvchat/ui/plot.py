@@ -22,7 +22,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UsageError("--plot needs matplotlib; run: pip install 'kvchat[plot]'") from None
+        raise UsageError("--plot needs matplotlib; run: pip install matplotlib") from None
 
 
 def draw(comparison: Comparison, path: Path) -> None:
