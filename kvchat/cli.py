@@ -200,6 +200,9 @@ def compare_memory(
     measure: Annotated[
         bool, typer.Option("--measure", help="Read the document in each format and measure.")
     ] = False,
+    question: Annotated[
+        str, typer.Option("--question", help="What --measure asks, to compare the answers.")
+    ] = "What is this document about?",
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison as a PNG.")] = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -221,7 +224,9 @@ def compare_memory(
     found = (steps.find_model if measure else steps.find_config)(models, screen)
     comparison = planning.compare(found, formats, reading, tokens)
     if measure and reading is not None:
-        comparison = steps.measure_formats(comparison, found, models.device, reading, formats, screen)
+        comparison = steps.measure_formats(
+            comparison, found, models.device, reading, formats, question, screen
+        )
     if plot is not None:
         drawing.draw(comparison, plot)
         screen.say(f"drew {plot}")

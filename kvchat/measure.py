@@ -18,7 +18,6 @@ from kvchat.models.find import Found
 if TYPE_CHECKING:
     from kvchat.session import Session
 
-QUESTION = "What is this document about?"
 COMPARED = 256
 """Last tokens of the document whose next-token choices are compared, history packed."""
 ANSWER = 48
@@ -56,7 +55,7 @@ class Measured:
 
 
 def measure(
-    found: Found, device: str, reading: Reading, formats: Sequence[KVFormat], question: str = QUESTION
+    found: Found, device: str, reading: Reading, formats: Sequence[KVFormat], question: str
 ) -> Iterator[Measured]:
     """Run fp16 first, then every other format, and compare. Raises DoesNotFit where a process was killed for its memory."""
     reference = _in_process(found, device, reading, PRESETS["fp16"], question)

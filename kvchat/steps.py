@@ -182,12 +182,13 @@ def measure_formats(
     device: str,
     reading: Reading,
     formats: Sequence[KVFormat],
+    question: str,
     screen: Screen,
 ) -> Comparison:
     """Add to a comparison what each format measures, saying which one is at work."""
     from kvchat import measure
 
-    runs = measure.measure(found, device, reading, formats)
+    runs = measure.measure(found, device, reading, formats, question)
     done = []
     with screen.console.status("measuring") if screen.fancy and not screen.quiet else _Silent():
         for run in runs:
