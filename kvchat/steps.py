@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvchat.planning import Comparison
     from kvchat.session import Session, Turn
 
-SKIPPED_SHOWN = 8
-
 
 @dataclass
 class Documents:
@@ -42,11 +40,11 @@ def read_documents(documents: Documents, screen: Screen, verbose: bool = False) 
     if documents.stdin is None and "-" in documents.paths and not sys.stdin.isatty():
         documents.stdin = sys.stdin.buffer.read()
     reading = _drain(read(documents.paths, documents.options, documents.stdin), screen)
-    shown = reading.skipped if verbose else reading.skipped[:SKIPPED_SHOWN]
-    for skipped in shown:
-        screen.say(f"skipped {skipped.name}: {skipped.reason}")
-    if hidden := len(reading.skipped) - len(shown):
-        screen.say(f"skipped {hidden} more; -v lists them")
+    reasons: dict[str, list[str]] = {}
+    for skipped in reading.skipped:
+        reasons.setdefault(skipped.reason, []).append(skipped.name)
+    for reason, names in reasons.items():
+        screen.say(f"skipped {', '.join(names) if verbose else join_names(names)}: {reason}")
     for document in reading.documents:
         for note in document.notes:
             screen.warn(f"{document.name}: {note}")
