@@ -42,6 +42,11 @@ def main() -> None:
         # the reader has gone: nothing to say, and nothing that closing stdout could still flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        Screen().warn(
+            f"kvchat: error: {error.filename or 'a file'}: {error.strerror}; mend that and try again"
+        )
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -145,6 +150,8 @@ def _talk(
     loaded = steps.open_model(models, reading, screen, screens.verbose)
     talk = Chat(loaded, fmt, documents, reading, steps.sampling(answers), answers.system, screen)
     talk.prefill()
+    if history is not None:
+        places.make(history.parent)
     names = steps.join_names([d.name for d in reading.documents]) or "no documents"
     screen.say(f"{loaded.name} with {names}; /help lists the commands, Ctrl-D leaves")
     for text in inputs(HELP, history, talk.toolbar, vi):

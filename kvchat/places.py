@@ -5,12 +5,25 @@ from pathlib import Path
 
 import platformdirs
 
+from kvchat.errors import KVChatError
+
 
 def _place(kind: str) -> Path:
     home = os.environ.get("KVCHAT_HOME")
     if home:
         return Path(home).expanduser() / kind
     return Path(getattr(platformdirs, f"user_{kind}_dir")("kvchat", appauthor=False))
+
+
+def make(folder: Path) -> Path:
+    """The folder, made where it isn't there. Raises KVChatError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise KVChatError(
+            f"cannot write to {folder} ({error.strerror}); set KVCHAT_HOME to a folder that can be written"
+        ) from None
+    return folder
 
 
 def models() -> Path:

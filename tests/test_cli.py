@@ -101,6 +101,16 @@ def test_what_goes_wrong_ends_in_one_line(
     assert "Traceback" not in result.err
 
 
+def test_a_home_that_cannot_be_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, book: Path
+) -> None:
+    (tmp_path / "junk.gguf").write_text("junk")
+    monkeypatch.setenv("KVCHAT_HOME", str(book / "below-a-file"))
+    result = run("models", "pull", tmp_path / "junk.gguf")
+    assert result.code == 1
+    assert "set KVCHAT_HOME" in result.err
+
+
 @pytest.mark.parametrize("arguments", [["bogus"], ["ask", "--temp", "-1"], ["ask", "--nosuch"]])
 def test_usage_errors_end_in_2(run: Run, arguments: list[str]) -> None:
     assert run(*arguments).code == 2

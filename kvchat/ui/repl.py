@@ -32,7 +32,6 @@ def _typed(
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if history is not None:
-        history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         history.touch(mode=0o600)
     session: PromptSession[str] = PromptSession(
         history=FileHistory(str(history)) if history is not None else InMemoryHistory(),
