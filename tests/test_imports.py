@@ -14,7 +14,7 @@ LEAVES = ("kvchat.documents", "kvchat.prompt", "kvchat.errors", "kvchat.places")
 
 ALLOWED = {  # what a module may import of kvchat and the kernels
     "kvchat.errors": (),
-    "kvchat.places": (),
+    "kvchat.places": ("kvchat.errors",),
     "kvchat.documents": ("kvchat.errors", "kvchat.documents"),
     "kvchat.prompt": ("kvchat.errors",),
     "kvchat.kv": ("kvchat.errors", "kvchat.kv", "kvchat_kernels"),
