@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-from kvchat.errors import DoesNotFit
+from kvchat.errors import DoesNotFit, UsageError
 from kvchat.kv.cache import KVCache
 from kvchat.kv.format import KVFormat
 
@@ -26,6 +27,16 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name, value, right in (
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf),
+            ("top-p", self.top_p, 0 < self.top_p <= 1),
+            ("seed", self.seed, 0 <= self.seed < 2**63),
+            ("max-tokens", self.max_tokens, self.max_tokens >= 1),
+        ):
+            if not right:
+                raise UsageError(f"{value} is no value for {name}; see kvchat ask --help")
 
 
 class Engine:

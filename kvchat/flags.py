@@ -160,7 +160,12 @@ class AnswerFlags:
     top_p: Annotated[
         float,
         typer.Option(
-            "--top-p", envvar="KVCHAT_TOP_P", min=0, max=1, rich_help_panel=ANSWER, help="Nucleus sampling."
+            "--top-p",
+            envvar="KVCHAT_TOP_P",
+            min=0.001,
+            max=1,
+            rich_help_panel=ANSWER,
+            help="Nucleus sampling.",
         ),
     ] = 1.0
     seed: Annotated[

@@ -193,6 +193,7 @@ def test_chat_from_a_pipe(run: Run, book: Path, model_folder: Path, tmp_path: Pa
         "/set temp 0.5",
     ]
     lines += [
+        *("/set temp -1", "/set top-p 5", "/set max-tokens 0", "/set seed -3", "/set temp nan", "/set kv no"),
         "/set temp x",
         "/system Be brief.",
         "Again?",
@@ -208,6 +209,15 @@ def test_chat_from_a_pipe(run: Run, book: Path, model_folder: Path, tmp_path: Pa
     assert "everything in the cache" in result.out
     assert "book.txt" in result.out
     assert "'x' is no value for temp" in result.err
+    for wrong in (
+        "-1.0 is no value for temp",
+        "5.0 is no",
+        "0 is no",
+        "-3 is no",
+        "nan is no",
+        "KV format 'no'",
+    ):
+        assert wrong in result.err
     assert "exists already" in result.err
     assert "## Again?" in saved.read_text()
     assert "Which code?" not in saved.read_text()  # the system prompt started a new conversation
