@@ -50,6 +50,7 @@ def test_files_are_sorted_by_path_and_named_within_the_folder(folder: Path) -> N
 
 def test_each_skipped_file_has_its_reason(folder: Path) -> None:
     put(folder, "ok.txt", ".dot", ".github/a.yml", ".github/b.yml", "package-lock.json", "a.min.js")
+    put(folder, "prod.env", "secrets.yaml", "credentials.json")
     put(folder, "Cargo.lock", "key.PEM", ".env", "id_rsa", "pic.png", "large.txt", text="x" * 99)
     put(folder, "blank.md", text=" \n")
     (folder / "nul.dat").write_bytes(b"a\0b")
@@ -63,12 +64,15 @@ def test_each_skipped_file_has_its_reason(folder: Path) -> None:
         "Cargo.lock": "lock file/generated",
         "a.min.js": "lock file/generated",
         "blank.md": "empty",
+        "credentials.json": "looks like a secret",
         "id_rsa": "looks like a secret",
         "key.PEM": "looks like a secret",
         "large.txt": "too large (2.3 MB)",
         "nul.dat": "binary",
         "package-lock.json": "lock file/generated",
         "pic.png": "binary",
+        "prod.env": "looks like a secret",
+        "secrets.yaml": "looks like a secret",
     }
 
 
@@ -101,7 +105,10 @@ def test_include_and_exclude(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("options", [Options(include=("!",)), Options(exclude=("[z-a]",))])
+@pytest.mark.parametrize(
+    "options",
+    [Options(include=("!",)), Options(exclude=("[z-a]",)), Options(include=("[",)), Options(exclude=("a[",))],
+)
 def test_a_pattern_that_is_none_is_a_usage_error(tmp_path: Path, options: Options) -> None:
     put(tmp_path, "a.py")
     with pytest.raises(UsageError, match="is no pattern"):
@@ -222,6 +229,74 @@ def test_what_cannot_be_read_is_skipped(tmp_path: Path, monkeypatch: pytest.Monk
     assert names(reading) == ["a.txt"]
     reason = "cannot be read: Permission denied"
     assert skipped(reading) == {"locked.txt": reason, "sub/": reason}
+
+
+def test_a_link_whose_target_cannot_be_examined_is_skipped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, "a.txt", "dir/x")
+    (folder / "link").symlink_to("dir/x")
+    exists = Path.exists
+
+    def locked(self: Path, **settings: bool) -> bool:
+        if self.name == "link":
+            raise PermissionError(13, "Permission denied")
+        return exists(self, **settings)
+
+    monkeypatch.setattr(Path, "exists", locked)
+    reading = read_now([folder])
+    assert names(reading) == ["a.txt", "dir/x"]
+    assert skipped(reading) == {"link": "cannot be read: Permission denied"}
+
+
+def test_an_unreadable_gitignore_ignores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "a.txt", ".gitignore")
+    read_bytes = Path.read_bytes
+
+    def locked(self: Path) -> bytes:
+        if self.name == ".gitignore":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(self)
+
+    monkeypatch.setattr(Path, "read_bytes", locked)
+    assert names(read_now([tmp_path])) == ["a.txt"]
+
+
+def test_an_empty_path_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "a.txt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="a path is empty"):
+        read_now(["a.txt", ""])
+
+
+def test_the_home_folder_is_expanded_unless_a_file_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "home", "a.txt", text="at home")
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    assert read_now(["~/a.txt"]).documents[0].text == "at home"
+    put(tmp_path / "here" / "~", "a.txt", text="here")
+    assert read_now(["~/a.txt"]).documents[0].text == "here"
+
+
+def test_a_path_with_its_quotes_is_told_to_leave_them_out() -> None:
+    with pytest.raises(InputError, match="leave out the quotes"):
+        read_now(["'my book.pdf'"])
+
+
+def test_what_is_also_named_is_not_said_to_be_skipped(tmp_path: Path) -> None:
+    put(tmp_path, "a.txt", ".hidden")
+    reading = read_now([tmp_path / ".hidden", tmp_path])
+    assert sorted(names(reading)) == [".hidden", "a.txt"]
+    assert skipped(reading) == {}
+
+
+def test_small_sizes_are_shown_as_they_are(tmp_path: Path) -> None:
+    put(tmp_path, "a.txt", "b.txt", text="x" * 43)
+    (tmp_path / "a.txt").write_text("x")
+    assert skipped(read_now([tmp_path], Options(max_file_size=10))) == {"b.txt": "too large (43 bytes)"}
 
 
 def test_names_that_are_not_utf8_are_read_and_shown_safely(folder: Path) -> None:

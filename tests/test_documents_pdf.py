@@ -57,14 +57,18 @@ def test_split_surrogates_are_joined_and_lone_ones_replaced() -> None:
     unicode = ABC | {1: "D83D", 2: "DE00"}
     document = read_pdf(pdf(lines(rb"a\001\002b a\001b"), unicode=unicode))
     assert document.text == "a😀b a\ufffdb"
-    assert document.notes == ("1 character had no Unicode value and is shown as U+FFFD",)
+    assert document.notes == (
+        "1 character is shown as U+FFFD (control characters, or without a Unicode value)",
+    )
 
 
 @pytest.mark.parametrize("unicode", [None, ABC | {1: "0000", 2: "000C"}])
 def test_glyphs_without_a_value_are_never_deleted(unicode: dict[int, str] | None) -> None:
     document = read_pdf(pdf(lines(rb"F\00113 F\002a"), unicode=unicode))
     assert document.text == "F\ufffd13 F\ufffda"
-    assert document.notes == ("2 characters had no Unicode value and are shown as U+FFFD",)
+    assert document.notes == (
+        "2 characters are shown as U+FFFD (control characters, or without a Unicode value)",
+    )
 
 
 def test_ligatures_are_spelled_out_and_nothing_else_is_normalized() -> None:
@@ -270,8 +274,16 @@ def test_malformed_pages_are_a_usage_error_even_without_a_pdf(spec: str) -> None
         read_now(["-"], Options(pages=spec), stdin=b"text")
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"), [("0", "count from 1"), ("3-1", "falls from 3 to 1"), ("x", "no list")]
+)
+def test_what_is_wrong_with_pages_is_said(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_now(["-"], Options(pages=spec), stdin=b"text")
+
+
 def test_pages_beyond_the_last_are_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="page 999999999 of a PDF of 1 page"):
+    with pytest.raises(UsageError, match="page 999,999,999 of a PDF of 1 page"):
         read_pdf(HELLO, Options(pages="1-999999999"))
 
 
@@ -334,6 +346,14 @@ def test_layout_keeps_columns_apart() -> None:
     document = read_pdf(columns(row_by_row=True), Options(layout=True))
     assert document.notes == ()
     assert all("     right column" in line for line in document.text.split("\n"))
+
+
+def test_a_table_of_contents_is_no_second_column() -> None:
+    rows = [
+        b"1 0 0 1 72 %d Tm (Chapter %d) Tj 1 0 0 1 430 %d Tm (%d) Tj" % (720 - 14 * i, i, 720 - 14 * i, i)
+        for i in range(12)
+    ]
+    assert read_pdf(pdf(b"BT /F1 12 Tf " + b" ".join(rows) + b" ET")).notes == ()
 
 
 def test_columns_in_reading_order_and_plain_pages_are_not_noted() -> None:

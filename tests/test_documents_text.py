@@ -131,14 +131,18 @@ def test_form_feeds_become_spaces_and_keep_the_lines_right() -> None:
 def test_controls_are_replaced_and_counted_never_deleted() -> None:
     document = text_of(b"F\x0113 \x1b[1m\tx")
     assert document.text == "F\ufffd13 \ufffd[1m\tx"
-    assert document.notes == ("2 characters had no Unicode value and are shown as U+FFFD",)
+    assert document.notes == (
+        "2 characters are shown as U+FFFD (control characters, or without a Unicode value)",
+    )
 
 
 def test_lone_surrogates_are_replaced_and_pairs_kept() -> None:
     data = b"\xff\xfe" + "a\ud83db\U0001f600c".encode("utf-16-le", "surrogatepass")
     document = text_of(data)
     assert document.text == "a\ufffdb😀c"
-    assert document.notes == ("1 character had no Unicode value and is shown as U+FFFD",)
+    assert document.notes == (
+        "1 character is shown as U+FFFD (control characters, or without a Unicode value)",
+    )
 
 
 def test_a_real_replacement_character_is_not_counted() -> None:

@@ -23,12 +23,8 @@ def replaced_note(count: int) -> tuple[str, ...]:
     """The note on `count` replaced characters; none for 0."""
     if not count:
         return ()
-    what = (
-        "1 character had no Unicode value and is"
-        if count == 1
-        else (f"{count} characters had no Unicode value and are")
-    )
-    return (f"{what} shown as U+FFFD",)
+    what = "1 character is" if count == 1 else f"{count:,} characters are"
+    return (f"{what} shown as U+FFFD (control characters, or without a Unicode value)",)
 
 
 def safe_name(name: str) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-_GAP = re.compile(r"\S( {3,})\S")
+_GAP = re.compile(r"\S( {3,})(?=\S*[^\W\d_]{2})")
 _FEWEST_LINES = 6
 
 
@@ -11,8 +11,8 @@ def runs_across_columns(plain: str, layout: str) -> bool:
     """Whether `plain`, the text of a page in the order of its lines, mixes two columns.
 
     `layout` is the same page with spaces for its white space. It has two columns where at least
-    half of the lines have a gap that ends at the same place; the text is mixed where a plain line
-    holds both sides of the gap.
+    half of the lines have a gap that ends at the same place, and words after it (a column of page
+    numbers is a table of contents); the text is mixed where a plain line holds both sides of the gap.
     """
     lines = [line for line in layout.split("\n") if line.strip()]
     mixed = {" ".join(line.split()) for line in plain.split("\n")}

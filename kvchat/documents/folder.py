@@ -50,6 +50,7 @@ def _not_regular(folder: Path, path: str) -> str | None:
     full = folder / path
     try:
         mode = full.lstat().st_mode
+        there = full.exists()
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -58,7 +59,7 @@ def _not_regular(folder: Path, path: str) -> str | None:
         return None
     if not stat.S_ISLNK(mode):
         return "not a regular file"
-    if not full.exists():
+    if not there:
         return "broken symlink"
     inside = Path(os.path.realpath(full)).is_relative_to(os.path.realpath(folder))
     return "symlink within the folder" if inside else "symlink that leaves the folder"

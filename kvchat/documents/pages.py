@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kvchat.errors import UsageError
 
-_RANGE = re.compile(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?")
+_RANGE = re.compile(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?")
 
 
 def parse_pages(spec: str) -> list[tuple[int, int]]:
@@ -16,10 +16,13 @@ def parse_pages(spec: str) -> list[tuple[int, int]]:
     ranges = []
     for part in spec.split(","):
         match = _RANGE.fullmatch(part)
-        first = int(match[1]) if match else 0
-        last = int(match[2] or first) if match else 0
-        if not 1 <= first <= last:
+        if not match:
             raise UsageError(f"--pages {spec!r} is no list of pages; write it like 1-20,25")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first:
+            raise UsageError(f"--pages {spec!r} has a page 0; pages count from 1")
+        if last < first:
+            raise UsageError(f"--pages {spec!r} falls from {first} to {last}; write it like 1-20,25")
         ranges.append((first, last))
     return ranges
 
@@ -32,7 +35,7 @@ def select_pages(spec: str | None, total: int) -> list[int]:
     ranges = [(1, total)] if spec is None else parse_pages(spec)
     beyond = max(last for _, last in ranges)
     if beyond > total:
-        raise UsageError(f"--pages names page {beyond} of a PDF of {total} pages; stay within them")
+        raise UsageError(f"--pages names page {beyond:,} of a PDF of {total:,} pages; stay within them")
     return sorted({page for first, last in ranges for page in range(first, last + 1)})
 
 

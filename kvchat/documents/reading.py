@@ -72,11 +72,15 @@ def _load(path: Path, most: int) -> bytes:
     try:
         size = path.stat().st_size
         if size > most:
-            raise Unreadable(f"too large ({size / 1e6:.1f} MB)", "see --max-file-size")
+            raise Unreadable(f"too large ({_size(size)})", "see --max-file-size")
         return path.read_bytes()
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise Unreadable(reason, "check its permissions", verb="") from error
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 10**6 else f"{size:,} bytes"
 
 
 def _nothing_in(folder: Path, skipped: list[Skipped]) -> str:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 _SECRETS = (
-    ".env", ".env.*", ".htpasswd", ".netrc", ".pypirc", "*.key", "*.p12", "*.pem", "*.pfx",
-    "id_dsa", "id_ecdsa", "id_ed25519", "id_rsa",
+    ".env", "*.env", ".env.*", ".htpasswd", ".netrc", ".npmrc", ".pypirc", "*.kdbx", "*.key", "*.p12", "*.pem",
+    "*.pfx", "credentials", "credentials.*", "secrets.*", "id_dsa", "id_ecdsa", "id_ed25519", "id_rsa",
 )
 # fmt: on
 _GENERATED = ("*.lock", "*.min.css", "*.min.js", "go.sum", "package-lock.json", "pnpm-lock.yaml")
@@ -52,9 +52,11 @@ def _spec(flag: str, patterns: tuple[str, ...]) -> "GitIgnoreSpec | None":
 
     for pattern in patterns:
         try:
-            GitIgnoreSpec.from_lines([pattern])
-        except Exception as error:
-            raise UsageError(f"{flag} {pattern!r} is no pattern; write it like '*.py'") from error
+            means_something = any(p.regex is not None for p in GitIgnoreSpec.from_lines([pattern]).patterns)
+        except Exception:
+            means_something = False
+        if not means_something:
+            raise UsageError(f"{flag} {pattern!r} is no pattern; write it like '*.py'")
     return GitIgnoreSpec.from_lines(patterns)
 
 

@@ -11,7 +11,7 @@ from kvchat.documents.document import Skipped
 from kvchat.documents.folder import list_files
 from kvchat.documents.names import unique_names
 from kvchat.documents.options import Options
-from kvchat.errors import InputError
+from kvchat.errors import InputError, UsageError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Sources:
 def find_sources(paths: Sequence[str | Path], options: Options) -> Sources:
     """List the files that `paths` ask for, in that order; "-" is standard input.
 
-    Raises InputError for a path that is not there, or is neither a file nor a folder.
+    Raises InputError for a path that is not there, or is neither a file nor a folder; UsageError for
+    an empty one.
     """
     sources = Sources()
     to_name: list[tuple[tuple[str, ...], int]] = []
@@ -50,7 +51,9 @@ def find_sources(paths: Sequence[str | Path], options: Options) -> Sources:
             sources.to_read[key] = replace(sources.to_read[key], folder=None)
 
     for given in paths:
-        path = Path(given)
+        if not str(given):
+            raise UsageError("a path is empty; name a file or folder")
+        path = Path(given) if os.path.lexists(given) else Path(given).expanduser()
         if str(given) == "-":
             add("-", None)
         elif not _is_folder(path):
@@ -58,7 +61,11 @@ def find_sources(paths: Sequence[str | Path], options: Options) -> Sources:
         else:
             files, skipped = list_files(path, options)
             sources.folders[path] = [os.path.realpath(path / file) for file in files]
-            sources.skipped.extend((path, Skipped(safe_name(name), why)) for name, why in skipped)
+            sources.skipped.extend(
+                (path, Skipped(safe_name(name), why))
+                for name, why in skipped
+                if os.path.realpath(path / name) not in sources.to_read
+            )
             for key, file in zip(sources.folders[path], files, strict=True):
                 add(key, path / file, file.count("/") + 1, path)
 
@@ -72,7 +79,10 @@ def _is_folder(path: Path) -> bool:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        advice = "check the spelling, and quote a path that holds spaces"
+        quoted = len(name) > 2 and name[0] == name[-1] and name[0] in "\"'"
+        advice = (
+            "leave out the quotes" if quoted else "check the spelling, and quote a path that holds spaces"
+        )
         raise InputError(f"no such file or folder: {name}; {advice}") from None
     except OSError as error:
         advice = "check its permissions"

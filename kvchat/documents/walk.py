@@ -46,8 +46,12 @@ def walk(
 
 def _load(folder: Path, prefix: str) -> Ignores:
     file = folder / prefix / ".gitignore"
-    if not file.is_file():
-        return ()
+    try:
+        if not file.is_file():
+            return ()
+        text = os.fsdecode(file.read_bytes())
+    except OSError:
+        return ()  # as for git, which only warns
     from pathspec import GitIgnoreSpec
 
     def is_pattern(line: str) -> bool:
@@ -57,8 +61,7 @@ def _load(folder: Path, prefix: str) -> Ignores:
             # As for git: it matches nothing.
             return False
 
-    lines = os.fsdecode(file.read_bytes()).split("\n")
-    return ((prefix, GitIgnoreSpec.from_lines(filter(is_pattern, lines))),)
+    return ((prefix, GitIgnoreSpec.from_lines(filter(is_pattern, text.split("\n")))),)
 
 
 def _ignored(path: str, ignores: Ignores) -> bool:
