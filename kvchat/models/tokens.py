@@ -1,12 +1,14 @@
-"""Count tokens with a model's tokenizer file alone: no transformers, no torch."""
+"""Count the tokens of documents exactly as a session will, with a model's tokenizer files alone: no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvchat.errors import DoesNotFit, ModelNotFound
-from kvchat.prompt import text_tokenizer
+from kvchat.documents import Document
+from kvchat.errors import DoesNotFit
+from kvchat.models.tokenizer import FolderTokenizer
+from kvchat.prompt import Prompt
 
 ANSWER_ROOM = 64
 """Tokens that must be left for an answer before a document or a question is taken at all."""
@@ -21,12 +23,13 @@ def check_context(name: str, tokens: int, context: int) -> None:
         )
 
 
-def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
-    """Tokens of each text, as the prompt would encode it. Raises ModelNotFound where there is no tokenizer.json."""
-    file = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"
-    if not file.is_file():
-        raise ModelNotFound(
-            f"{file.parent} has no tokenizer.json to count with; pull the model, or use --tokens N"
-        )
-    tokenizer = text_tokenizer(file.read_text("utf-8"))
-    return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+def count_tokens(
+    folder: Path, documents: Sequence[Document], system: str | None = None
+) -> tuple[list[int], int]:
+    """Tokens of each document's text, and of the whole prompt that a question follows.
+
+    Raises ModelNotFound where there is no tokenizer.json, ModelRefused where it cannot be used.
+    """
+    prompt = Prompt(FolderTokenizer(folder if folder.is_dir() else folder.parent), system)
+    counts = [len(prompt.text_ids(document.text)) for document in documents]
+    return counts, len(prompt.prefix_ids([(d.name, d.text) for d in documents]))
