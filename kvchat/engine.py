@@ -18,6 +18,14 @@ from kvchat.kv.format import KVFormat
 CHUNK = 512
 """Tokens a prefill chunk. Later chunks read earlier ones out of the packed cache, so the state depends on it."""
 
+SEGMENT = 2048
+"""Tokens a segment of a long text. At its end the cache is closed (everything is packed), so that the state there needs no
+window, costs nothing beyond its blocks to keep, and any text that begins alike can go on from it."""
+
+
+COLDEST = 1e-3
+"""The lowest temperature beside 0: logits divided by less could leave float32."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -30,7 +38,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value, right in (
-            ("temperature", self.temperature, 0 <= self.temperature < math.inf),
+            (
+                "temperature",
+                self.temperature,
+                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+            ),
             ("top-p", self.top_p, 0 < self.top_p <= 1),
             ("seed", self.seed, 0 <= self.seed < 2**63),
             ("max-tokens", self.max_tokens, self.max_tokens >= 1),
@@ -42,8 +54,8 @@ class Sampling:
 class Engine:
     """One model with one packed cache. `model` must run with kvchat's attention (`models.load`)."""
 
-    def __init__(self, model: Any, fmt: KVFormat, chunk: int = CHUNK):
-        self.model, self.chunk = model, chunk
+    def __init__(self, model: Any, fmt: KVFormat, chunk: int = CHUNK, segment: int = SEGMENT):
+        self.model, self.fmt, self.chunk, self.segment = model, fmt, chunk, segment
         self.cache = KVCache(model, fmt)
         self._logits: Tensor | None = None
 
@@ -56,6 +68,16 @@ class Engine:
         for start in range(0, len(ids), self.chunk):
             self._forward(ids[start : start + self.chunk])
             yield self.tokens
+
+    def ends(self, tokens: int) -> list[int]:
+        """Where a text of `tokens` tokens is divided: the end of each whole segment, then `tokens` itself.
+
+        After the last whole segment follows at least a window, so the newest tokens are exact as in a text that isn't
+        divided. A segment is many windows long: few tokens read the ones just before them out of packed blocks.
+        """
+        segment = self.segment * math.ceil(8 * self.fmt.window / self.segment) or self.segment
+        first = self.fmt.sink + segment
+        return [*range(first, tokens - max(self.fmt.window, 1) + 1, segment), tokens]
 
     def generate(self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int]) -> Iterator[int]:
         """Read ids (at least one), then yield one token after another, until a stop id (not yielded) or `max_tokens`.

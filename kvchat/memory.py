@@ -5,24 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvchat.kv.format import KVFormat
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    kv_heads: int
-    head_dim: int
-    window: int | None = None  # sliding window in tokens; None for full attention
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The layers of a model that keep keys and values."""
-
-    layers: tuple[LayerShape, ...]
-
-    @property
-    def packable(self) -> tuple[LayerShape, ...]:
-        return tuple(layer for layer in self.layers if layer.window is None)
+from kvchat.kv.shape import CacheShape, LayerShape
 
 
 @dataclass(frozen=True)

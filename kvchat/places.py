@@ -31,6 +31,11 @@ def models() -> Path:
     return _place("cache") / "models"
 
 
+def caches() -> Path:
+    """Prefilled caches. Safe to delete: documents are read again."""
+    return _place("cache") / "caches"
+
+
 def history_file() -> Path:
     """The questions typed in the REPL."""
     return _place("state") / "history"

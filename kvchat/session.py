@@ -10,13 +10,15 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from kvchat.documents import Document
-from kvchat.engine import CHUNK, Engine, Sampling
+from kvchat.engine import CHUNK, SEGMENT, Engine, Sampling
 from kvchat.errors import DoesNotFit, KVChatError
 from kvchat.kv.format import PRESETS, KVFormat
 from kvchat.memory import Usage, fits, human, usage
+from kvchat.models.fingerprint import fingerprint
 from kvchat.models.load import LoadedModel, free_bytes
 from kvchat.models.tokens import ANSWER_ROOM, check_context
 from kvchat.prompt import Prompt
+from kvchat.store import Entry, Key, Store
 
 
 @dataclass
@@ -52,16 +54,26 @@ class Session:
         documents: Sequence[Document] = (),
         system: str | None = None,
         chunk: int = CHUNK,
+        segment: int = SEGMENT,
+        store: Store | None = None,
+        refresh: bool = False,
     ):
-        """Raises DoesNotFit, with the numbers, for documents beyond the model's context or the device's free memory."""
+        """store: where the prefilled cache is looked for and kept. refresh: read the documents anew all the same.
+
+        Raises DoesNotFit, with the numbers, for documents beyond the model's context or the device's free memory.
+        """
         self.loaded, self.fmt, self.documents = loaded, fmt, tuple(documents)
         self.prompt = Prompt(loaded.tokenizer, system, with_document=bool(documents))
         self.prefix = self.prompt.prefix_ids([(d.name, d.text) for d in documents])
         self.turns: list[Turn] = []
-        self.read_seconds = 0.0
+        self.restored_tokens = 0
+        self.restore_seconds = self.read_seconds = 0.0
         self._stop_ids = self.prompt.stop_ids(loaded.stop_ids)
         self._check_fits()
-        self.engine = self._new_engine(chunk)
+        self.engine = self._new_engine(chunk, segment)
+        self._ends = self.engine.ends(len(self.prefix))
+        self._closed = 0  # tokens up to the last of these ends that has been reached
+        self._entry = self._open_entry(store, refresh) if store and documents else None
         self._pending: list[int] = []  # ids that the next question must bring into the cache first
         self._start: list[Any] | None = None
 
@@ -92,25 +104,66 @@ class Session:
             self.loaded.shape, self.fmt, engine.tokens, self.loaded.dtype.itemsize, engine.cache.nbytes
         )
 
+    def notes(self) -> list[str]:
+        """What there is to say about the stored cache since the last call: why it is not used, or not kept."""
+        if self._entry is None:
+            return []
+        notes, self._entry.notes = self._entry.notes, []
+        return notes
+
+    @property
+    def stored(self) -> str | None:
+        """The id of the stored cache, where there is one of the whole of the documents."""
+        return self._entry.id if self._entry is not None and self._entry.whole else None
+
+    def close(self) -> None:
+        """Let other processes write and remove the stored cache."""
+        if self._entry is not None:
+            self._entry.close()
+
     def read(self) -> Generator[Usage]:
-        """Prefill the documents, yielding the measured usage after each chunk. Left early, it goes on at the next call."""
+        """Bring the documents into the cache, from the store as far as it has them, yielding the measured usage after each
+        chunk. Left early, it goes on at the next call."""
         if self._start is not None:
             return
+        if self.engine.tokens == 0:
+            self._restore()
+            if 0 < self._closed < len(self.prefix):
+                yield self.usage()
         started = time.perf_counter()
         try:
-            for _ in self.engine.prefill(self.prefix[self.engine.tokens :]):
-                yield self.usage()
+            for end in self._ends:
+                if end > self._closed:
+                    for _ in self.engine.prefill(self.prefix[self.engine.tokens : end]):
+                        yield self.usage()
+                    self._close(end)
         except GeneratorExit:
             raise
         except BaseException:
             # some layers may have read a chunk that others have not: the next call begins anew
-            self.engine = self._new_engine(self.engine.chunk)
+            self._closed = 0
+            self.engine = self._new_engine(self.engine.chunk, self.engine.segment)
             raise
         finally:
             self.read_seconds += time.perf_counter() - started
-        self.engine.cache.seal()
         self._start = self.engine.cache.snapshot()
         yield self.usage()
+
+    def _restore(self) -> None:
+        if self._entry is not None:
+            started = time.perf_counter()
+            loaded = self.loaded
+            self._closed = self._entry.restore(self.engine.cache, loaded.shape, self.fmt, loaded.dtype)
+            self.restored_tokens, self.restore_seconds = self._closed, time.perf_counter() - started
+
+    def _close(self, end: int) -> None:
+        if end == len(self.prefix):
+            self.engine.cache.seal()
+        else:
+            self.engine.cache.close()
+        if self._entry is not None:
+            self._entry.append(self.engine.cache, self._closed, end)
+        self._closed = end
 
     def ask(self, question: str, sampling: Sampling = Sampling()) -> Generator[str]:  # noqa: B008  # frozen
         """Answer a question, yielding text that never ends inside a character. `turns[-1]` is the turn, also while it runs.
@@ -121,13 +174,7 @@ class Session:
         if self.unread:
             raise KVChatError("the document has not been read to its end; read it first")
         ids = self._pending + self.prompt.question_ids(question)
-        room = self.context - self.engine.tokens - len(ids)
-        if room < min(ANSWER_ROOM, sampling.max_tokens):
-            raise DoesNotFit(
-                f"the question needs {len(ids)} tokens and an answer some more, but only "
-                f"{max(0, self.context - self.engine.tokens)} of {self.context} are left; "
-                + ("start over with /clear" if self.turns else "ask a shorter one")
-            )
+        room = self._room(ids, sampling)
         turn = Turn(question, _mark=self.engine.cache.snapshot(), _pending=self._pending)
         self.turns.append(turn)
         limit = min(sampling.max_tokens, room)
@@ -139,6 +186,23 @@ class Session:
         except BaseException:
             self.undo()  # some layers may have read a token that others have not
             raise
+
+    def check(self, question: str, sampling: Sampling = Sampling()) -> None:  # noqa: B008  # frozen
+        """Raises DoesNotFit, before anything is read, where `ask` would do so as the first question; UsageError for text
+        that isn't any (the bytes of another encoding)."""
+        self._room(self.prompt.question_ids(question), sampling)
+
+    def _room(self, ids: Sequence[int], sampling: Sampling) -> int:
+        """Tokens that are left for an answer when `ids` have been read."""
+        used = max(self.engine.tokens, len(self.prefix))
+        room = self.context - used - len(ids)
+        if room < min(ANSWER_ROOM, sampling.max_tokens):
+            raise DoesNotFit(
+                f"the question needs {len(ids)} tokens and an answer some more, but only "
+                f"{max(0, self.context - used)} of {self.context} are left; "
+                + ("start over with /clear" if self.turns else "ask a shorter one")
+            )
+        return room
 
     def _answer(self, turn: Turn, ids: list[int], limit: int, sampling: Sampling) -> Iterator[str]:
         backend = self.loaded.tokenizer.backend_tokenizer
@@ -186,10 +250,19 @@ class Session:
             self.engine.cache.restore(self._start)
         self.turns, self._pending = [], []
 
-    def _new_engine(self, chunk: int) -> Engine:
-        engine = Engine(self.loaded.model, self.fmt, chunk)
+    def _new_engine(self, chunk: int, segment: int) -> Engine:
+        engine = Engine(self.loaded.model, self.fmt, chunk, segment)
         engine.cache.reserve(len(self.prefix))
         return engine
+
+    def _open_entry(self, store: Store, refresh: bool) -> Entry:
+        loaded, engine = self.loaded, self.engine
+        precision = str(loaded.dtype).removeprefix("torch.")
+        key = Key.of(fingerprint(loaded.folder), self.fmt, precision, engine.chunk, engine.segment)
+        planned = self.usage(len(self.prefix)).in_use
+        return Entry(
+            store, key, self.prefix, self._ends, self.documents, loaded.name, self.fmt.name, planned, refresh
+        )
 
     def _check_fits(self) -> None:
         needed = len(self.prefix) + ANSWER_ROOM

@@ -13,8 +13,9 @@ from transformers import AutoConfig, DynamicCache
 
 from kvchat.errors import KVChatError, ModelRefused
 from kvchat.kv import attention, ops
-from kvchat.kv.cache import KVCache, PackedLayer
+from kvchat.kv.cache import KVCache
 from kvchat.kv.format import Quant, parse
+from kvchat.kv.layer import PackedLayer
 from kvchat.kv.rows import PackedRows
 
 SPECS = [
@@ -35,7 +36,7 @@ SPECS = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvchat.kv.cache.TILE", 128)
+    monkeypatch.setattr("kvchat.kv.layer.TILE", 128)
 
 
 def served(family: str = "llama", **settings: Any) -> Any:
@@ -158,7 +159,7 @@ def test_keys_before_rope_are_what_the_projection_made(produced: dict) -> None:
     rotated = torch.cat([keys for keys, _ in produced[id(layer)]], 1)[:, 3 : 3 + packed]
     assert ((stored - rotated).abs() > 1e-2).float().mean() > 0.5
     read = torch.cat([keys for _, keys, _ in layer.tiles()], 1)[:, 3 : 3 + packed]
-    step = float(layer.rows[0]._rows(0, packed)[1].float().max())
+    step = float(layer.rows[0].stored(0, packed)[1].float().max())
     assert float((read - rotated).norm(dim=-1).max()) < step * 16**0.5
     assert layer.starts == list(range(3, 3 + packed, 32)), "blocks carry positions, the sink's included"
 
@@ -282,9 +283,9 @@ def test_packed_history_is_never_touched_again(monkeypatch: pytest.MonkeyPatch) 
     for start in range(0, 600, 50):
         forward(model, cache, tokens(50, seed=start))
         for rows, length, parts in old:
-            assert same(rows._rows(0, length), parts)
+            assert same(rows.stored(0, length), parts)
         old += [
-            (rows, layer.packed_tokens, [part.clone() for part in rows._rows(0, layer.packed_tokens)])
+            (rows, layer.packed_tokens, [part.clone() for part in rows.stored(0, layer.packed_tokens)])
             for layer in packed_layers(cache)
             for rows in layer.rows
         ]
@@ -304,8 +305,8 @@ def test_what_is_reserved_but_unused_is_never_read() -> None:
             if layer.is_initialized:
                 poisoned = True
                 for rows in layer.rows:
-                    for buffer, per_row in zip(rows._buffers, rows._tokens_a_row, strict=True):
-                        free = buffer[:, layer.packed_tokens // per_row :]
+                    for buffer, field in zip(rows._buffers, rows.fields, strict=True):
+                        free = buffer[:, layer.packed_tokens // field.tokens :]
                         assert free.numel()
                         free.fill_(255 if buffer.dtype == torch.uint8 else torch.nan)
         ids = tokens(50, seed=start)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvchat.errors import ModelRefused
 from kvchat.kv import attention
-from kvchat.kv.cache import KVCache, PackedLayer
+from kvchat.kv.cache import KVCache
 from kvchat.kv.format import parse
+from kvchat.kv.layer import PackedLayer
 
 COUNT = 231
 CHUNKS = [
@@ -33,7 +34,7 @@ FP16_TOLERANCE = {"granite": 0.15}  # its scores aren't scaled by 1 / sqrt(D), w
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvchat.kv.cache.TILE", 64)
+    monkeypatch.setattr("kvchat.kv.layer.TILE", 64)
 
 
 @cache

@@ -9,7 +9,8 @@ from tiny import tiny_model, tokens
 from kvchat.kv import attention
 from kvchat.kv.cache import KVCache
 from kvchat.kv.format import PRESETS, parse
-from kvchat.memory import CacheShape, LayerShape, Usage, fits, human, true_bits, usage
+from kvchat.kv.shape import CacheShape, LayerShape
+from kvchat.memory import Usage, fits, human, true_bits, usage
 from kvchat.models.families import cache_shape
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,5 +1,6 @@
 """Tiny random models, one a family, with weights so large that a wrong rotation shows; a byte tokenizer."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,5 +91,13 @@ def tiny_loaded(family: str = "llama", context: int = 2048, **settings: Any) -> 
     shape = cache_shape(model.config.to_dict())
     stop_ids = frozenset([tokenizer.eos_token_id])
     return LoadedModel(
-        f"tiny {family}", model, tokenizer, shape, context, model.device, model.dtype, stop_ids
+        f"tiny {family}",
+        model,
+        tokenizer,
+        shape,
+        context,
+        model.device,
+        model.dtype,
+        stop_ids,
+        Path("nowhere"),
     )

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from kvchat.errors import KVChatError
 from kvchat.kv import ops
-from kvchat.kv.cache import PackedLayer
+from kvchat.kv.layer import PackedLayer
 
 NAME = "kvchat"
 

@@ -10,6 +10,8 @@ from kvchat.errors import UsageError
 
 GROUPS = (32, 64, 128)
 MIN_BLOCK = 32
+LONGEST = 1 << 20
+"""Tokens: the longest window and sink."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class KVFormat:
     pre_rope: bool = False
 
     def __post_init__(self) -> None:
-        if self.window < 0 or self.sink < 0:
-            raise UsageError("window and sink are numbers of tokens; they cannot be negative")
+        if not (0 <= self.window <= LONGEST and 0 <= self.sink <= LONGEST):
+            raise UsageError(f"window and sink are numbers of tokens, from 0 to {LONGEST:,}")
 
     @property
     def block(self) -> int:
@@ -90,14 +92,18 @@ def parse(spec: str) -> KVFormat:
 
     Raises UsageError that names the presets or the settings.
     """
-    name, _, settings = spec.partition(":")
+    spec = spec.strip().lower()
+    name, colon, settings = spec.partition(":")
     if name not in PRESETS:
         raise UsageError(f"unknown KV format {name!r}; take one of {', '.join(PRESETS)}, as {SPELLING}")
-    fmt = replace(PRESETS[name], name=spec)
-    for setting in filter(None, settings.split(",")):
-        key, _, value = setting.partition("=")
+    fmt, seen = replace(PRESETS[name], name=spec), set()
+    for setting in settings.split(",") if colon else ():
+        key, _, value = (part.strip() for part in setting.partition("="))
         try:
-            fmt = _with(fmt, key.strip(), value.strip())
+            if key in seen or not value.isascii():
+                raise ValueError
+            fmt = _with(fmt, key, value)
+            seen.add(key)
         except (KeyError, ValueError):
             raise UsageError(
                 f"cannot read {setting!r} in the KV format {spec!r}; it goes {SPELLING}"

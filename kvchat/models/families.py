@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.errors import ModelNotFound, ModelRefused
-from kvchat.memory import CacheShape, LayerShape
+from kvchat.kv.shape import CacheShape, LayerShape
 
 
 @dataclass(frozen=True)

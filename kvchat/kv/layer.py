@@ -1,0 +1,251 @@
+"""`PackedLayer`: the keys and values of one layer, as transformers' cache layer.
+
+A layer's tokens lie in three parts, oldest first: the *sink* (model precision), the packed *blocks*, and the residual
+*window* (model precision, with the chunk that is being read). `update` hands the layer itself to the attention function,
+which reads it tile by tile; no dense history exists.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvchat.errors import KVChatError
+from kvchat.kv.format import KVFormat
+from kvchat.kv.rope import Rope
+from kvchat.kv.rows import PackedRows, fields
+
+TILE = 1024
+"""Tokens a tile: a multiple of every block, few enough that a tile of keys and values stays in a core's cache."""
+
+
+@dataclass(frozen=True)
+class LayerMark:
+    """A layer as it was: the dense parts themselves (they are replaced, never mutated) and how many blocks there were."""
+
+    packed_tokens: int
+    blocks: int
+    next_position: int
+    sink: tuple[Tensor, Tensor]
+    window: tuple[Tensor, Tensor]
+
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of tensors by name."""
+
+
+def part_layout(
+    fmt: KVFormat, heads: int, head_dim: int, dtype: torch.dtype, start: int, stop: int, closed: bool
+) -> Layout:
+    """What `PackedLayer.part(start)` returns at `stop` tokens, closed or sealed."""
+    sink = min(fmt.sink, stop) if start == 0 else 0
+    if start == 0 and not closed:
+        sink = max(0, min(fmt.sink, stop - fmt.window))
+    window = 0 if closed else fmt.window
+    packed = max(0, stop - start - sink - window) // fmt.block * fmt.block
+    dense = stop - start - sink - packed
+    layout: Layout = {
+        "starts": ((packed // fmt.block,), torch.int64),
+        "next_position": ((1,), torch.int64),
+        "window.keys": ((1, heads, dense, head_dim), dtype),
+        "window.values": ((1, heads, dense, head_dim), dtype),
+    }
+    if start == 0:
+        layout |= {f"sink.{what}": ((1, heads, sink, head_dim), dtype) for what in ("keys", "values")}
+    for what, quant in (("keys", fmt.keys), ("values", fmt.values)):
+        for field in fields(quant, head_dim, dtype):
+            layout[f"{what}.{field.name}"] = ((heads, packed // field.tokens, field.width), field.dtype)
+    return layout
+
+
+class PackedLayer(CacheLayerMixin):
+    """Keys and values of one layer, [heads, tokens, head_dim], in a `KVFormat`. Batch size 1.
+
+    `keys` and `values` are the window, [1, heads, n, head_dim]. Packed blocks are append-only and are never read in order
+    to be written again. With `rope`, keys in blocks are stored before RoPE.
+    """
+
+    is_sliding = False
+    is_croppable = False
+    is_compileable = False
+
+    def __init__(self, fmt: KVFormat, rope: Rope | None = None):
+        super().__init__()
+        self.fmt, self.rope = fmt, rope
+        self.packed_tokens = 0
+        self.next_position = 0
+        self.starts: list[int] = []  # position of the first token of each block
+        self._reserved = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.shape[0] != 1:
+            raise KVChatError(
+                f"a packed cache holds one sequence, not a batch of {key_states.shape[0]}; use one a sequence"
+            )
+        dtype, device = key_states.dtype, key_states.device
+        # not slices, which would keep the whole first chunk alive
+        self.keys, self.values = (
+            x.new_empty(1, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states)
+        )
+        self.sink = (self.keys, self.values)
+        self.rows = tuple(
+            PackedRows(quant, x.shape[1], x.shape[3], dtype, device)
+            for quant, x in ((self.fmt.keys, key_states), (self.fmt.values, value_states))
+        )
+        self.is_initialized = True
+        self.reserve(self._reserved)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` packed tokens."""
+        self._reserved = tokens
+        if self.is_initialized:
+            for rows in self.rows:
+                rows.reserve(tokens // self.fmt.block * self.fmt.block)
+
+    def update(  # the attention function takes the layer itself
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> "tuple[PackedLayer, PackedLayer]":
+        """Append a chunk [1, heads, T, head_dim]. What fell out of the window is packed first: a chunk sees itself exactly."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.flush()
+        assert self.keys is not None and self.values is not None
+        self.keys = torch.cat([self.keys, key_states], 2)
+        self.values = torch.cat([self.values, value_states], 2)
+        self.next_position += key_states.shape[2]
+        return self, self
+
+    def flush(self, window: int | None = None) -> None:
+        """Move what is older than the `window` newest tokens (by default the format's) to the sink, then to whole blocks."""
+        if not self.is_initialized:
+            return
+        assert self.keys is not None and self.values is not None
+        length = self.keys.shape[2]
+        window = self.fmt.window if window is None else window
+        to_sink = max(0, min(self.fmt.sink - self.sink[0].shape[2], length - window))
+        blocks = max(0, length - to_sink - window) // self.fmt.block
+        leaving = to_sink + blocks * self.fmt.block
+        if leaving == 0:
+            return
+        if to_sink:
+            self.sink = (
+                torch.cat([self.sink[0], self.keys[:, :, :to_sink]], 2),
+                torch.cat([self.sink[1], self.values[:, :, :to_sink]], 2),
+            )
+        if blocks:
+            position = self.next_position - length + to_sink
+            self._pack(self.keys[0, :, to_sink:leaving], self.values[0, :, to_sink:leaving], position)
+        # a copy, so that the chunk's memory is given back
+        self.keys = self.keys[:, :, leaving:].clone()
+        self.values = self.values[:, :, leaving:].clone()
+
+    def _pack(self, keys: Tensor, values: Tensor, position: int) -> None:
+        count = keys.shape[1]
+        if self.rope is not None:
+            keys = self.rope.unrotate(keys, torch.arange(position, position + count, device=keys.device))
+        self.rows[0].append(self.packed_tokens, keys)
+        self.rows[1].append(self.packed_tokens, values)
+        self.starts += range(position, position + count, self.fmt.block)
+        self.packed_tokens += count
+
+    def tiles(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (index of the first token, keys, values), oldest first, in model precision: [heads, n, head_dim].
+
+        Only the last one, the window, can hold tokens that a query of the newest chunk may not see.
+        """
+        assert self.keys is not None and self.values is not None
+        sink = self.sink[0].shape[2]
+        if sink:
+            yield 0, self.sink[0][0], self.sink[1][0]
+        for start in range(0, self.packed_tokens, TILE):
+            stop = min(start + TILE, self.packed_tokens)
+            keys = self.rows[0].read(start, stop)
+            if self.rope is not None:
+                keys = self.rope.rotate(keys, self._positions(start, stop))
+            yield sink + start, keys, self.rows[1].read(start, stop)
+        yield sink + self.packed_tokens, self.keys[0], self.values[0]
+
+    def _positions(self, start: int, stop: int) -> Tensor:
+        assert self.keys is not None
+        block = self.fmt.block
+        first = torch.tensor(self.starts[start // block : stop // block], device=self.keys.device)
+        return (first[:, None] + torch.arange(block, device=self.keys.device)).flatten()
+
+    def mark(self) -> LayerMark:
+        assert self.keys is not None and self.values is not None
+        return LayerMark(
+            self.packed_tokens, len(self.starts), self.next_position, self.sink, (self.keys, self.values)
+        )
+
+    def rewind(self, mark: LayerMark) -> None:
+        """Go back to a mark of this layer; marks made after that one are void."""
+        self.packed_tokens, self.next_position = mark.packed_tokens, mark.next_position
+        del self.starts[mark.blocks :]
+        self.sink, (self.keys, self.values) = mark.sink, mark.window
+
+    def part(self, start: int) -> dict[str, Tensor]:
+        """What came after the first `start` tokens, where everything was packed at that point; see `part_layout`."""
+        assert self.keys is not None and self.values is not None
+        first = max(0, start - self.fmt.sink)
+        tensors = {
+            "starts": torch.tensor(self.starts[first // self.fmt.block :], dtype=torch.int64),
+            "next_position": torch.tensor([self.next_position]),
+            "window.keys": self.keys,
+            "window.values": self.values,
+        }
+        if start == 0:
+            tensors |= {"sink.keys": self.sink[0], "sink.values": self.sink[1]}
+        for what, rows in zip(("keys", "values"), self.rows, strict=True):
+            for field, stored in zip(rows.fields, rows.stored(first, self.packed_tokens), strict=True):
+                tensors[f"{what}.{field.name}"] = stored
+        return tensors
+
+    def adopt(self, part: Mapping[str, Tensor]) -> None:
+        """Append what `part` returned, copying it; `part` must have the layout that belongs here."""
+        if not self.is_initialized:
+            self.lazy_initialization(part["window.keys"][:, :, :0], part["window.values"][:, :, :0])
+        starts = part["starts"].tolist()
+        stop = self.packed_tokens + len(starts) * self.fmt.block
+        for what, rows in zip(("keys", "values"), self.rows, strict=True):
+            rows.write(self.packed_tokens, stop, [part[f"{what}.{field.name}"] for field in rows.fields])
+        self.packed_tokens, self.next_position = stop, int(part["next_position"])
+        self.starts += starts
+        self.keys, self.values = (part[f"window.{w}"].clone() for w in ("keys", "values"))
+        if "sink.keys" in part:
+            self.sink = (part["sink.keys"].clone(), part["sink.values"].clone())
+
+    def get_seq_length(self) -> int:
+        if self.keys is None:
+            return 0
+        return self.sink[0].shape[2] + self.packed_tokens + self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__(self.fmt, self.rope)  # type: ignore[misc]
+
+    @property
+    def _dense_bytes(self) -> int:
+        assert self.keys is not None and self.values is not None
+        return sum(t.nbytes for t in (*self.sink, self.keys, self.values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: sink, packed blocks and window."""
+        if self.keys is None:
+            return 0
+        return self._dense_bytes + sum(rows.nbytes(self.packed_tokens) for rows in self.rows)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes allocated: `nbytes`, and rows that are reserved but not yet written."""
+        if self.keys is None:
+            return 0
+        return self._dense_bytes + sum(rows.reserved_bytes for rows in self.rows)

@@ -1,0 +1,155 @@
+"""`Store`: the folder of all stored caches: what is there, what goes when room is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from kvchat.documents import Document, Span
+from kvchat.memory import human
+from kvchat.store import files
+from kvchat.store.manifest import NAME, File, Manifest, Unusable
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A cache's folder as it lies there: its manifest, or the problem with it. `used` in seconds since the epoch."""
+
+    folder: Path
+    manifest: Manifest | None
+    problem: str
+    bytes: int
+    used: float
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it counts: a folder without a manifest is what a killed process left."""
+        return (self.folder / NAME).exists()
+
+    def documents(self) -> tuple[Document, ...]:
+        """The texts that were read, with their spans: citations need no source file. Raises Unusable."""
+        if self.manifest is None:
+            raise Unusable(self.problem)
+        self.manifest.text.check(self.folder)
+        return decode_documents((self.folder / self.manifest.text.name).read_bytes())
+
+    def check(self) -> None:
+        """Read every byte of it. Raises Unusable."""
+        if self.manifest is None:
+            raise Unusable(self.problem)
+        for file in (self.manifest.text, *(segment.file for segment in self.manifest.segments)):
+            file.check(self.folder)
+
+
+class Store:
+    """All stored caches in `folder`, at most `max_bytes` of them together."""
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def shelf(self) -> list[Stored]:
+        """Every cache, the least recently used first."""
+        return sorted(self._all(), key=lambda stored: stored.used)
+
+    def _all(self) -> Iterator[Stored]:
+        for folder in self.folder.glob("*/"):
+            if folder.name.startswith("."):
+                continue
+            with contextlib.suppress(OSError):  # it went while we looked
+                manifest, problem = None, ""
+                try:
+                    manifest = Manifest.read(folder)
+                except Unusable as reason:
+                    problem = str(reason)
+                path = folder / NAME
+                used = (path if path.exists() else folder).stat().st_mtime
+                yield Stored(folder, manifest, problem, sum(_sizes([folder]).values()), used)
+
+    @property
+    def bytes(self) -> int:
+        """What all of it takes on the disk; a file that several caches share counts once."""
+        return sum(_sizes(f for f in self.folder.glob("*/")).values())
+
+    def lock(self, name: str) -> FileLock:
+        """The lock that whoever writes, uses or removes a cache holds."""
+        return FileLock(self.folder / f".{name}.lock", mode=0o600, timeout=0)
+
+    def remove(self, stored: Stored) -> bool:
+        """Whether it is gone; it stays where another process uses it. Raises OSError."""
+        lock = self.lock(stored.id)
+        try:
+            with lock:
+                files.remove(stored.folder)
+                Path(lock.lock_file).unlink(missing_ok=True)
+        except Timeout:
+            return False
+        return True
+
+    def make_room(self, needed: int = 0, keep: str = "") -> list[Stored]:
+        """Remove the least recently used caches until `needed` more bytes stay within `max_bytes`; returns those."""
+        gone = []
+        for stored in self.shelf():
+            if self.bytes + needed <= self.max_bytes:
+                break
+            if stored.id != keep and self.remove(stored):
+                gone.append(stored)
+        return gone
+
+    def sweep(self) -> None:
+        """Remove what killed processes left: files that were being written, folders that were being removed."""
+        for path in self.folder.glob(f"{files.TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for stored in self.shelf():
+            if not stored.begun:
+                self.remove(stored)
+            elif stored.manifest is not None:
+                with contextlib.suppress(Timeout), self.lock(stored.id):
+                    stored.manifest.remove_others(stored.folder)
+
+    def no_room(self, needed: int) -> str | None:
+        """Why a cache of `needed` bytes cannot be kept, if it cannot."""
+        if needed > self.max_bytes:
+            return f"it would take {human(needed)} and --max-size is {human(self.max_bytes)}"
+        existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        if needed > free:
+            return f"it would take {human(needed)} and {human(free)} are free in {existing}"
+        return None
+
+
+def encode_documents(documents: Sequence[Document]) -> bytes:
+    return json.dumps([asdict(document) for document in documents], ensure_ascii=False).encode()
+
+
+def decode_documents(data: bytes) -> tuple[Document, ...]:
+    return tuple(
+        Document(d["name"], d["text"], tuple(Span(**span) for span in d["spans"]), tuple(d["notes"]))
+        for d in json.loads(data)
+    )
+
+
+def text_file(data: bytes) -> File:
+    """The file that holds `encode_documents`."""
+    digest = files.sha256(data)
+    return File(f"documents-{digest[:12]}.json", len(data), digest)
+
+
+def _sizes(folders: Iterator[Path] | list[Path]) -> dict[tuple[int, int], int]:
+    """Bytes of every file below, by device and inode."""
+    sizes = {}
+    for folder in folders:
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):
+                stat = file.stat()
+                sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    return sizes
