@@ -1,3 +1,24 @@
-from kvchat.cli import main
+"""The entry point: `kvchat`, and `python -m kvchat`."""
 
-main()
+import os
+import sys
+
+
+def main() -> None:
+    """Run the command line; a Ctrl-C ends it with 130 also while it is still being imported."""
+    # a standard stream that is closed would be the next file that is opened, and None in sys
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        name, mode = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))[handle]
+        setattr(sys, name, os.fdopen(handle, mode, encoding="utf-8"))
+    os.close(handle)
+    try:
+        from kvchat.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.stderr.write("kvchat: interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvchat.engine import Sampling
     from kvchat.models.load import LoadedModel
     from kvchat.session import Session
+    from kvchat.store import Store
 
 HELP = {
     "/help": "this list",
@@ -35,6 +36,7 @@ HELP = {
     "/save": "FILE: write the conversation as Markdown",
     "/system": "TEXT: another instruction (the documents are read anew)",
 }
+ALONE = {"/help", "/exit", "/clear", "/files", "/tokens", "/memory", "/regen"}
 ALIASES = {"/?": "/help", "/quit": "/exit", "/bye": "/exit"}
 
 
@@ -49,13 +51,15 @@ class Chat:
     sampling: Sampling
     system: str | None
     screen: Screen
+    store: Store | None
+    refresh: bool = False
 
     def __post_init__(self) -> None:
-        self.session = self._open(self.fmt, self.reading, self.system)
+        self.session = self._open(self.fmt, self.reading, self.system, self.refresh)
         self.done = False
 
-    def _open(self, fmt: KVFormat, reading: Reading, system: str | None) -> Session:
-        return steps.open_session(self.loaded, fmt, reading, system, self.screen)
+    def _open(self, fmt: KVFormat, reading: Reading, system: str | None, refresh: bool = False) -> Session:
+        return steps.open_session(self.loaded, fmt, reading, system, self.screen, self.store, refresh)
 
     def prefill(self) -> None:
         """Read the documents. A Ctrl-C leaves them half read, and says so."""
@@ -63,6 +67,9 @@ class Chat:
             steps.prefill(self.session, self.screen)
         except Interrupted as error:
             self.screen.warn(f"{error}; the next question goes on from there")
+        else:
+            if self.session.documents:
+                self.screen.say(steps.reading_statistics(self.session))
 
     def toolbar(self) -> str:
         usage = self.session.usage()
@@ -85,17 +92,19 @@ class Chat:
 
     def _command(self, text: str) -> Callable[[], None] | None:
         word, _, rest = text.partition(" ")
-        name = ALIASES.get(word, word)
+        rest = rest.strip()
+        name = ALIASES.get(word.lower(), word.lower())
         if name in HELP:
+            if rest and name in ALONE:
+                raise UsageError(f"{name} takes nothing after it")
             method = getattr(self, "_" + name.removeprefix("/"))
-            return lambda: method(rest.strip())
+            return lambda: method(rest)
         if not word.startswith("/") or word.startswith("//") or "/" in word[1:]:
             return None  # a path, say, or // to escape a slash
-        near = difflib.get_close_matches(word, [*HELP, *ALIASES], 1, 0.6)
-        if near:
-            raise UsageError(
-                f"unknown command {word}; did you mean {near[0]}? (// starts a question with a slash)"
-            )
+        near = difflib.get_close_matches(word.lower(), [*HELP, *ALIASES], 1, 0.6)
+        if near or not rest:
+            hint = f"did you mean {near[0]}?" if near else "/help lists them"
+            raise UsageError(f"unknown command {word}; {hint} (// starts a question with a slash)")
         return None
 
     def _ask(self, question: str) -> None:
@@ -105,7 +114,7 @@ class Chat:
             return
         turn = steps.answer(self.session, question, self.sampling, self.screen)
         steps.explain_stop(turn, self.session, self.screen)
-        self.screen.say(steps.statistics(self.session, turn))
+        self.screen.say(steps.answer_statistics(self.session, turn))
 
     def _reopen(
         self,
@@ -119,9 +128,10 @@ class Chat:
         reading = self.reading
         if documents is not self.documents:
             reading = steps.read_documents(documents, self.screen)
-        session = self._open(fmt, reading, system or self.system)
+        session = self._open(fmt, reading, self.system if system is None else system)
+        self.session.close()
         self.session, self.documents, self.reading, self.fmt = session, documents, reading, fmt
-        self.system = system or self.system
+        self.system = self.system if system is None else system
         self.screen.say("the conversation starts anew")
         self.prefill()
 

@@ -5,20 +5,35 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from kvchat import __version__, flags, places, steps
-from kvchat.errors import InputError, KVChatError, UsageError
-from kvchat.flags import AnswerFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
+from kvchat import __version__, caches, flags, places, steps
+from kvchat.errors import InputError, Interrupted, KVChatError, UsageError
+from kvchat.flags import AnswerFlags, CacheFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
 from kvchat.kv.format import PRESETS, parse
 from kvchat.models.find import DEFAULT
+from kvchat.ui.gauge import summary
 from kvchat.ui.screen import Screen
 
+
+class Commands(typer.core.TyperGroup):
+    """The commands, from which a Ctrl-C comes out as an error that says so (typer would leave in silence)."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+
 app = typer.Typer(
+    cls=Commands,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Ask whole books and codebases. The document goes into one long context; its keys and values are kept in 2, 3 "
@@ -26,26 +41,24 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Bring models to this machine and look at them.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(caches.app, name="cache")
 
 
 def main() -> None:
-    """Entry point of the `kvchat` command."""
+    """Run the command line. Every error that is caught here ends in one line and its exit code."""
     try:
         app()
     except KVChatError as error:
-        Screen().warn(f"kvchat: error: {error}")
+        Screen().warn(f"kvchat: {'' if isinstance(error, Interrupted) else 'error: '}{error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        Screen().warn("kvchat: interrupted")
-        sys.exit(130)
     except BrokenPipeError:
         # the reader has gone: nothing to say, and nothing that closing stdout could still flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        Screen().warn(
-            f"kvchat: error: {error.filename or 'a file'}: {error.strerror}; mend that and try again"
-        )
+        what = error.filename or "the output"
+        Screen().warn(f"kvchat: error: {what}: {error.strerror}; mend that and try again")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
@@ -58,8 +71,13 @@ def _root(
         print(f"kvchat {__version__}")
         raise typer.Exit
     group: Any = context.command
-    commands = {name: command for name, command in group.commands.items() if name != "models"}
-    context.default_map = flags.defaults({name: [p.name for p in c.params] for name, c in commands.items()})
+    commands = {name: command for name, command in group.commands.items() if name not in ("models", "cache")}
+    try:
+        context.default_map = flags.defaults(commands, context)
+    except KVChatError as error:
+        if context.invoked_subcommand != "doctor":  # which helps to mend it
+            raise
+        Screen().warn(f"kvchat: {error}")
     if context.invoked_subcommand is None:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             print(context.get_help())
@@ -74,6 +92,7 @@ def ask(
     models: ModelFlags,
     formats: FormatFlags,
     document_flags: DocumentFlags,
+    stores: CacheFlags,
     answers: AnswerFlags,
     screens: ScreenFlags,
     arguments: Annotated[
@@ -93,19 +112,23 @@ def ask(
     documents = steps.Documents(paths, document_flags.options())
     if question is None:
         if sys.stdin.isatty() and "-" not in paths and not as_json:
-            _talk(documents, models, formats, answers, screens, vi=False, history=places.history_file())
+            _talk(
+                documents, models, formats, stores, answers, screens, vi=False, history=places.history_file()
+            )
             return
         question = _question_from_stdin(paths)
-    fmt, screen = parse(formats.kv), screens.screen()
+    fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
     reading = steps.read_documents(documents, screen, screens.verbose)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
-    session = steps.open_session(loaded, fmt, reading, answers.system, screen)
+    session = steps.open_session(loaded, fmt, reading, answers.system, screen, store, stores.refresh)
+    sampling = steps.sampling(answers)
+    session.check(question, sampling)
     steps.prefill(session, screen)
     if as_json:
-        turn = steps.collect(session, question, steps.sampling(answers))
+        turn = steps.collect(session, question, sampling)
         print(json.dumps(steps.report(session, turn, reading), ensure_ascii=False))
     else:
-        turn = steps.answer(session, question, steps.sampling(answers), screen)
+        turn = steps.answer(session, question, sampling, screen)
         screen.say(steps.statistics(session, turn))
     steps.explain_stop(turn, session, screen)
     if turn.stopped == "interrupted":
@@ -118,6 +141,7 @@ def chat(
     models: ModelFlags,
     formats: FormatFlags,
     document_flags: DocumentFlags,
+    stores: CacheFlags,
     answers: AnswerFlags,
     screens: ScreenFlags,
     arguments: flags.Paths = None,
@@ -130,34 +154,47 @@ def chat(
     if "-" in documents.paths:
         raise UsageError("a chat reads its questions from stdin, so - cannot be a document; give a file")
     history = None if no_history else places.history_file()
-    _talk(documents, models, formats, answers, screens, vi, history)
+    _talk(documents, models, formats, stores, answers, screens, vi, history)
 
 
 def _talk(
     documents: steps.Documents,
     models: ModelFlags,
     formats: FormatFlags,
+    stores: CacheFlags,
     answers: AnswerFlags,
     screens: ScreenFlags,
     vi: bool,
     history: Path | None,
 ) -> None:
     from kvchat.chat import HELP, Chat
-    from kvchat.ui.repl import inputs
+    from kvchat.ui.repl import inputs, typing_ahead
 
-    fmt, screen = parse(formats.kv), screens.screen()
+    fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
     reading = steps.read_documents(documents, screen, screens.verbose)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
-    talk = Chat(loaded, fmt, documents, reading, steps.sampling(answers), answers.system, screen)
-    talk.prefill()
+    talk = Chat(
+        loaded,
+        fmt,
+        documents,
+        reading,
+        steps.sampling(answers),
+        answers.system,
+        screen,
+        store,
+        stores.refresh,
+    )
+    with typing_ahead():
+        talk.prefill()
     if history is not None:
         places.make(history.parent)
     names = steps.join_names([d.name for d in reading.documents]) or "no documents"
     screen.say(f"{loaded.name} with {names}; /help lists the commands, Ctrl-D leaves")
-    for text in inputs(HELP, history, talk.toolbar, vi):
-        talk.line(text)
-        if talk.done:
-            break
+    with closing(inputs(HELP, history, talk.toolbar, vi)) as lines:
+        for text in lines:
+            talk.line(text)
+            if talk.done:
+                break
 
 
 @app.command()
@@ -166,22 +203,36 @@ def ingest(
     models: ModelFlags,
     formats: FormatFlags,
     document_flags: DocumentFlags,
+    stores: CacheFlags,
     screens: ScreenFlags,
     arguments: flags.Paths = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count and plan; compute nothing.")] = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Say what reading these files would mean: tokens of each, what is skipped, bytes, whether it fits."""
+    """Read files now and keep the cache, so that asking starts at once; or say what that would mean.
+
+    kvchat ingest book.pdf    kvchat ingest --dry-run src/
+    """
     from kvchat import planning
 
-    if not dry_run:
-        raise UsageError("caches are not kept on disk yet, so ingest only counts; add --dry-run")
     if not arguments:
-        raise UsageError("there is nothing to count; name files or folders")
-    fmt, screen = parse(formats.kv), screens.screen()
-    reading = steps.read_documents(
-        steps.Documents(arguments, document_flags.options()), screen, screens.verbose
-    )
+        raise UsageError("there is nothing to read; name files or folders")
+    fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
+    if store is None and not dry_run:
+        raise UsageError("ingest keeps what it reads; without --no-cache, or with --dry-run")
+    documents = steps.Documents(arguments, document_flags.options())
+    reading = steps.read_documents(documents, screen, screens.verbose)
+    if not dry_run:
+        loaded = steps.open_model(models, reading, screen, screens.verbose)
+        session = steps.open_session(loaded, fmt, reading, None, screen, store, stores.refresh)
+        steps.prefill(session, screen)
+        if as_json:
+            print(json.dumps(steps.reading_report(session, reading), ensure_ascii=False))
+        else:
+            screen.say(f"{steps.reading_statistics(session)} · {summary(session.usage())}")
+        if not session.stored:
+            raise typer.Exit(1)
+        return
     plan = planning.plan(steps.find_config(models, screen), fmt, reading)
     if as_json:
         print(json.dumps(asdict(plan), ensure_ascii=False))
@@ -293,14 +344,13 @@ def _split_arguments(arguments: list[str], files: list[str]) -> tuple[list[str],
     """Paths and the question, which comes last and is no path. Raises InputError for a path that isn't there."""
     paths, question = [*files, *arguments], None
     if arguments and arguments[-1] != "-" and not steps.exists(arguments[-1]):
-        last = paths.pop()
-        if steps.looks_like_path(last) or not paths:
-            raise InputError(
-                f"no such file or folder: {last}; check the path, and put a question last, in quotes"
-            )
-        question = last.strip()
-        if not question:
+        question = paths.pop()
+        if not question.strip():
             raise UsageError("the question is empty; put it last, in quotes")
+        if steps.looks_like_path(question) or not paths:
+            raise InputError(
+                f"no such file or folder: {question}; check the path, and put a question last, in quotes"
+            )
     if not paths:
         raise UsageError('there is nothing to read; use: kvchat ask PATH... "QUESTION"')
     return paths, question

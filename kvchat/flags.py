@@ -5,8 +5,9 @@ import inspect
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +17,12 @@ from kvchat.documents import Options
 from kvchat.errors import UsageError
 from kvchat.kv.format import PRESETS, SPELLING
 from kvchat.models.find import DEFAULT
+from kvchat.store import Store
 from kvchat.ui.screen import Screen
 
-DOCUMENTS, MODEL, ANSWER, SCREEN = "Documents", "Model and memory", "Answer", "Screen"
+DOCUMENTS, MODEL, CACHE = "Documents", "Model and memory", "Stored caches"
+ANSWER, SCREEN = "Answer", "Screen"
+MAX_SIZE = "10G"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -199,6 +203,37 @@ class ScreenFlags:
         return Screen(self.plain, self.quiet)
 
 
+@dataclass(frozen=True)
+class CacheFlags:
+    no_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-cache",
+            envvar="KVCHAT_NO_CACHE",
+            rich_help_panel=CACHE,
+            help="Neither use a stored cache nor keep one.",
+        ),
+    ] = False
+    refresh: Annotated[
+        bool, typer.Option("--refresh", rich_help_panel=CACHE, help="Read anew what is stored already.")
+    ] = False
+    max_size: Annotated[
+        str,
+        typer.Option(
+            "--max-size",
+            envvar="KVCHAT_MAX_SIZE",
+            rich_help_panel=CACHE,
+            help="Most that all stored caches may take; the least recently used go first.",
+        ),
+    ] = MAX_SIZE
+
+    def store(self) -> Store | None:
+        """Raises UsageError for a size that isn't one, and for flags that contradict each other."""
+        if self.no_cache and self.refresh:
+            raise UsageError("--no-cache and --refresh contradict each other; give one of them")
+        return None if self.no_cache else Store(places.caches(), size(self.max_size))
+
+
 File = Annotated[
     list[str] | None,
     typer.Option(
@@ -222,27 +257,55 @@ def size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def defaults(commands: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """The config file as typer's default_map, for commands and the parameters that they have.
+def defaults(commands: Mapping[str, Any], context: Any) -> dict[str, dict[str, Any]]:
+    """The config file as typer's default_map: a setting is a long flag without its dashes (`max-tokens = 200`).
 
-    Raises UsageError for a file that isn't TOML or sets what no command knows.
+    Raises UsageError, which names the file, for what isn't TOML, for what is no flag, and for values that a flag refuses.
     """
     path = places.config_file()
-    if not path.is_file():
-        return {}
+    settings = _config(path)
+    found: dict[str, dict[str, Any]] = {name: {} for name in commands}
+    unknown = set(settings)
+    for name, command in commands.items():
+        for parameter in command.params:
+            flag = max((o.lstrip("-") for o in parameter.opts if o.startswith("--")), key=len, default="")
+            if flag not in settings:
+                continue
+            unknown.discard(flag)
+            if (name, flag) == ("compare-memory", "kv"):
+                continue  # it compares all formats unless it is told otherwise on the spot
+            value = settings[flag]
+            if parameter.multiple and isinstance(value, str):
+                value = [value]
+            try:
+                parameter.process_value(context, value)
+            except Exception as error:  # typer carries its own copy of click, whose errors are not importable
+                reason = getattr(error, "message", None) or str(error)
+                raise UsageError(f"{path} sets {flag} to {value!r}: {reason.rstrip('.')}; mend it") from None
+            found[name][parameter.name] = value
+    if unknown:
+        raise UsageError(f"{path} sets {min(unknown)!r}, which is no flag of kvchat; remove it")
+    return found
+
+
+def _config(path: Path) -> dict[str, Any]:
     try:
-        settings = {
-            key.replace("-", "_"): value for key, value in tomllib.loads(path.read_text("utf-8")).items()
-        }
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        text = path.read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read ({error}); mend or remove it") from None
-    known = set().union(*commands.values())
-    if unknown := sorted(settings.keys() - known):
-        raise UsageError(f"{path} sets {unknown[0]!r}, which is no flag of kvchat; remove it")
-    return {
-        command: {key: value for key, value in settings.items() if key in names}
-        for command, names in commands.items()
-    }
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} cannot be read ({error}); mend or remove it") from None
+    settings: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("_", "-")
+        if name in settings:
+            raise UsageError(f"{path} sets {name} twice; keep one")
+        settings[name] = value
+    return settings
 
 
 def environment() -> dict[str, str]:

@@ -70,6 +70,10 @@ def _in_process(found: Found, device: str, reading: Reading, fmt: KVFormat, ques
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         try:
             return pool.submit(_run, found, device, reading, fmt, question).result()
+        except KeyboardInterrupt:
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
         except BrokenProcessPool:
             raise DoesNotFit(
                 f"the process that measured {fmt.name} died, most likely for want of memory; give a smaller document"

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvchat.errors import KVChatError
+from kvchat.errors import KVChatError, UsageError
 
 SYSTEM = "Answer from the document. First quote the passage word for word, then give the answer."
 SYSTEM_WITHOUT_DOCUMENT = "You are a helpful AI assistant."
@@ -108,6 +108,7 @@ class Prompt:
         backend.no_padding()
         if system is None:
             system = SYSTEM if with_document else SYSTEM_WITHOUT_DOCUMENT
+        _check_characters(system)
         self.system = system
         render = None
         if tokenizer.chat_template:
@@ -151,7 +152,11 @@ class Prompt:
         return self._scaffold_ids(self.frame.next)
 
     def text_ids(self, text: str) -> list[int]:
-        """Text that is nobody's but the document's or the user's. Raises KVChatError rather than emit an added token."""
+        """Text that is nobody's but the document's or the user's.
+
+        Raises KVChatError rather than emit an added token, UsageError for lone surrogates: bytes that were no UTF-8.
+        """
+        _check_characters(text)
         ids = self._text.encode(text, add_special_tokens=False).ids
         if self._moved:
             ids = [self._moved.get(i, i) for i in ids]
@@ -167,3 +172,8 @@ class Prompt:
 
     def _scaffold_ids(self, text: str) -> list[int]:
         return self._scaffold.encode(text, add_special_tokens=False).ids
+
+
+def _check_characters(text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UsageError("the text is not UTF-8; set the terminal to UTF-8, or convert it")

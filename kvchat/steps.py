@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvchat.models.load import LoadedModel
     from kvchat.planning import Comparison
     from kvchat.session import Session, Turn
+    from kvchat.store import Store
 
 
 @dataclass
@@ -93,8 +94,9 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     Raises ModelNotFound, ModelRefused, DoesNotFit, UsageError.
     """
     found = find_model(flags, screen)
-    tokens = sum(count_tokens(found.folder, [d.text for d in reading.documents]))
-    check_context(found.name, tokens, context_length(read_config(found.folder)))
+    if reading.documents:
+        _, tokens = count_tokens(found.folder, reading.documents)
+        check_context(found.name, tokens, context_length(read_config(found.folder)))
     with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
         from kvchat.models.load import load
 
@@ -108,20 +110,32 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
 
 
 def open_session(
-    loaded: LoadedModel, fmt: KVFormat, reading: Reading, system: str | None, screen: Screen
+    loaded: LoadedModel,
+    fmt: KVFormat,
+    reading: Reading,
+    system: str | None,
+    screen: Screen,
+    store: Store | None,
+    refresh: bool = False,
 ) -> Session:
     """A session that has been checked to fit but has read nothing yet. Raises DoesNotFit."""
     from kvchat.session import Session
 
-    session = Session(loaded, fmt, reading.documents, system)
+    session = Session(loaded, fmt, reading.documents, system, store=store, refresh=refresh)
     for note in session.prompt.frame.notes:
+        screen.say(note)
+    for note in session.notes():
         screen.say(note)
     return session
 
 
 def prefill(session: Session, screen: Screen) -> None:
-    """Read the documents into the cache under the gauge. Raises Interrupted; the next call goes on."""
-    watch(session.read(), len(session.prefix), screen, session.free_bytes, str(session.loaded.device))
+    """Bring the documents into the cache under the gauge. Raises Interrupted; the next call goes on."""
+    try:
+        watch(session.read(), len(session.prefix), screen, session.free_bytes, str(session.loaded.device))
+    finally:
+        for note in session.notes():
+            screen.warn(note)
 
 
 def answer(session: Session, question: str, sampling: Sampling, screen: Screen) -> Turn:
@@ -152,11 +166,25 @@ def collect(session: Session, question: str, sampling: Sampling) -> Turn:
 
 def report(session: Session, turn: Turn, reading: Reading) -> dict[str, Any]:
     """What `ask --json` prints. Bytes, tokens and seconds."""
-    usage = session.usage()
+    read = reading_report(session, reading)
+    answered = {
+        "answer_tokens": turn.tokens,
+        "answer_seconds": turn.seconds,
+        "first_token_seconds": turn.first_token,
+    }
     return {
         "question": turn.question,
         "answer": turn.answer,
         "stopped": turn.stopped or None,
+        **read,
+        "statistics": read["statistics"] | answered,
+    }
+
+
+def reading_report(session: Session, reading: Reading) -> dict[str, Any]:
+    """What `ingest --json` prints, and the larger part of `ask --json`. Bytes, tokens and seconds."""
+    usage = session.usage()
+    return {
         "model": session.loaded.name,
         "kv": asdict(usage) | {"ratio": usage.ratio},
         "documents": [
@@ -164,12 +192,12 @@ def report(session: Session, turn: Turn, reading: Reading) -> dict[str, Any]:
         ],
         "skipped": [asdict(skipped) for skipped in reading.skipped],
         "notes": session.prompt.frame.notes,
+        "cache": session.stored,
         "statistics": {
             "document_tokens": len(session.prefix),
+            "cached_tokens": session.restored_tokens,
+            "cache_seconds": session.restore_seconds,
             "read_seconds": session.read_seconds,
-            "answer_tokens": turn.tokens,
-            "answer_seconds": turn.seconds,
-            "first_token_seconds": turn.first_token,
         },
     }
 
@@ -207,18 +235,31 @@ def explain_stop(turn: Turn, session: Session, screen: Screen) -> None:
 
 
 def statistics(session: Session, turn: Turn) -> str:
-    """The one line after an answer."""
-    parts = []
-    tokens, seconds = len(session.prefix), session.read_seconds
-    if session.documents:
-        parts.append(f"{tokens:,} tokens read in {seconds:.1f} s ({tokens / max(seconds, 1e-9):,.0f}/s)")
-    parts.append(f"{turn.tokens} answered ({turn.tokens_per_second:.1f}/s)")
-    parts.append(summary(session.usage()))
-    return " · ".join(parts)
+    """The one line after `ask`."""
+    read = [reading_statistics(session)] if session.documents else []
+    return " · ".join([*read, answer_statistics(session, turn)])
+
+
+def answer_statistics(session: Session, turn: Turn) -> str:
+    """The one line after an answer in a chat."""
+    return f"{turn.tokens} answered ({turn.tokens_per_second:.1f}/s) · {summary(session.usage())}"
+
+
+def reading_statistics(session: Session) -> str:
+    """Where the documents' tokens came from, and how long that took."""
+    cached, parts = session.restored_tokens, []
+    if cached:
+        parts.append(f"{cached:,} tokens read from cache in {session.restore_seconds:.2f} s")
+    if fresh := len(session.prefix) - cached:
+        speed = fresh / max(session.read_seconds, 1e-9)
+        parts.append(f"{fresh:,} tokens prefilled in {session.read_seconds:.1f} s ({speed:,.0f}/s)")
+    return ", ".join(parts)
 
 
 def exists(path: str) -> bool:
-    """Whether a path is there; a question that is too long to be one is not."""
+    """Whether a path is there; a question that is too long to be one, or empty, is not."""
+    if not path.strip():
+        return False
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError):

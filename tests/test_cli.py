@@ -71,7 +71,19 @@ WRONG = [
     (["ask", "{book}", "why?", "-m", "no/such", "--offline"], 5, "kvchat models pull no/such"),
     (["ask", "{book}", "why?", "-m", "{missing}.gguf"], 5, "no such file"),
     (["chat", "-"], 2, "stdin"),
-    (["ingest", "{book}"], 2, "--dry-run"),
+    (["ask", "{book}", "  "], 2, "the question is empty"),
+    (["ask", "", "why?"], 2, "a path is empty"),
+    (["ask", "{book}", "Wh\udcffen?"], 2, "not UTF-8"),
+    (["ask", "{book}", "why?", "-s", "\udcff"], 2, "not UTF-8"),
+    (["ask", "{book}", "why?", "--temp", "1e-40"], 2, "temperature"),
+    (["ask", "{book}", "why?", "--no-cache", "--refresh"], 2, "contradict"),
+    (["ask", "{book}", "why?", "--max-size", "much"], 2, "'much' is no size"),
+    (["ask", "{book}", "why?", "-m", ""], 5, "empty"),
+    (["ask", "{book}", "long " * 400], 4, "the question needs"),
+    (["ingest", "{book}", "--no-cache"], 2, "--dry-run"),
+    (["ingest"], 2, "nothing to read"),
+    (["cache", "show", "0123"], 2, "no stored cache"),
+    (["cache", "rm"], 2, "--all"),
     (["compare-memory"], 2, "--tokens N"),
     (["compare-memory", "{book}", "--tokens", "5"], 2, "either"),
     (["compare-memory", "--tokens", "5", "--plot", "x.jpg"], 2, "PNG"),
@@ -159,7 +171,7 @@ def test_too_long_is_refused_with_both_numbers_before_the_model_opens(
     (tmp_path / "long.txt").write_text("x" * 3000)
     result = run("ask", tmp_path / "long.txt", "why?", "-m", model_folder)
     assert result.code == 4
-    assert "3,000 tokens" in result.err
+    assert "3,168 tokens" in result.err  # with the prompt around them
     assert "2,048" in result.err
 
 
@@ -191,6 +203,10 @@ def test_chat_from_a_pipe(run: Run, book: Path, model_folder: Path, tmp_path: Pa
         "/regen",
         "/clear",
         "/set temp 0.5",
+        "/CLEAR",
+        "/clear now",
+        "/nonsense",
+        "/etc/hosts is a path",
     ]
     lines += [
         *("/set temp -1", "/set top-p 5", "/set max-tokens 0", "/set seed -3", "/set temp nan", "/set kv no"),
@@ -205,6 +221,11 @@ def test_chat_from_a_pipe(run: Run, book: Path, model_folder: Path, tmp_path: Pa
     result = run("chat", book, "-m", model_folder, "--max-tokens", 4, stdin="\n".join(lines))
     assert result.code == 0
     assert "did you mean /memory?" in result.err
+    assert result.err.count("the conversation is forgotten") == 2
+    assert "/clear takes nothing" in result.err
+    assert "unknown command /nonsense" in result.err
+    assert "unknown command /etc" not in result.err
+    assert result.err.count("tokens prefilled") == 2  # at the start and after /system, not after every answer
     assert "in use (measured)" in result.out
     assert "everything in the cache" in result.out
     assert "book.txt" in result.out
@@ -242,14 +263,37 @@ def test_add_reads_anew_and_failing_changes_nothing(
 
 
 def test_ingest_counts(run: Run, book: Path, model_folder: Path) -> None:
-    (book.parent / "blob.bin").write_bytes(b"\0\1\2")
-    plan = json.loads(run("ingest", "--dry-run", book.parent, "-m", model_folder, "--json").out)
-    assert ["book.txt", len(book.read_text())] in plan["files"]
-    assert ["blob.bin", "binary"] in plan["skipped"]
-    assert plan["tokens"] == sum(n for _, n in plan["files"])
-    table = run("ingest", "--dry-run", book.parent, "-m", model_folder)
-    assert "blob.bin" in table.out
+    folder = book.parent / "folder"
+    folder.mkdir()
+    book = book.rename(folder / "book.txt")
+    (folder / "blob.bin").write_bytes(b"\0\1\2")
+    plan = json.loads(run("ingest", "--dry-run", folder, "-m", model_folder, "--json").out)
+    assert {"name": "book.txt", "tokens": len(book.read_text()), "notes": []} in plan["files"]
+    assert {"name": "blob.bin", "reason": "binary"} in plan["skipped"]
+    answered = json.loads(
+        run("ask", book.parent, "why?", "-m", model_folder, "--json", "--max-tokens", 1).out
+    )
+    assert plan["tokens"] == answered["statistics"]["document_tokens"]
+    table = run("ingest", "--dry-run", folder, "-m", model_folder)
+    assert "blob.bin" in table.err
     assert "fits the 2,048" in table.out
+    assert "0.6x less" not in table.out
+    assert "x more" in table.out  # nothing is packed yet, and the window is float32
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_the_plan_and_the_question_agree_on_what_fits(
+    run: Run, tmp_path: Path, model_folder: Path, spare: int
+) -> None:
+    """A dry run that says `fits` is a promise; one token more must not."""
+    file = tmp_path / "long.txt"
+    file.write_text("x")
+    around = json.loads(run("ingest", "--dry-run", file, "-m", model_folder, "--json").out)["tokens"] - 1
+    file.write_text("x" * (2048 - 64 - around - spare))
+    plan = json.loads(run("ingest", "--dry-run", file, "-m", model_folder, "--json").out)
+    ingested = run("ingest", file, "-m", model_folder)
+    assert plan["fits"] == (spare == 0)
+    assert ingested.code == (0 if plan["fits"] else 4)
 
 
 def test_compare_memory_needs_the_configuration_alone(run: Run, model_folder: Path, tmp_path: Path) -> None:
@@ -309,6 +353,46 @@ def test_config_file_gives_defaults_and_flags_win(run: Run, book: Path, model_fo
     result = run("ask", book, "why?")
     assert result.code == 2
     assert "nosuch" in result.err
+
+
+def test_the_config_file_is_blamed_for_what_it_says(run: Run, book: Path, model_folder: Path) -> None:
+    places.config_file().parent.mkdir(parents=True)
+    for content, words in (
+        ('max-tokens = "abc"', "sets max-tokens to 'abc'"),
+        ("max-tokens = 2\nmax_tokens = 3", "sets max-tokens twice"),
+        ("temp = -1", "sets temp to -1"),
+        ("= nonsense", "cannot be read"),
+    ):
+        places.config_file().write_text(content)
+        result = run("ask", book, "why?", "-m", model_folder)
+        assert result.code == 2
+        assert str(places.config_file()) in result.err
+        assert words in result.err
+        doctor = run("doctor")  # the command that names the file must not depend on it
+        assert doctor.code == 0
+        assert words in doctor.err
+    places.config_file().write_text(
+        f'model = "{model_folder}"\nkv = "kivi2"\ninclude = "*.txt"\njson = true\n'
+    )
+    comparison = json.loads(run("compare-memory", "--tokens", 1000).out)
+    assert len(comparison["rows"]) == 4
+    assert json.loads(run("ingest", "--dry-run", book.parent).out)["usages"][0]["format_name"] == "kivi2"
+
+
+@pytest.mark.parametrize("stream", ["<&-", ">&-", "2>&-"])
+def test_closed_streams_end_in_no_traceback(book: Path, stream: str) -> None:
+    command = f'"{sys.executable}" -m kvchat compare-memory --tokens 1000 {stream}'
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert "Traceback" not in result.stderr
+    assert ("kivi2" in result.stdout) == (stream != ">&-")
+
+
+def test_a_full_device_is_named(book: Path) -> None:
+    command = f'"{sys.executable}" -m kvchat compare-memory --tokens 1000 > /dev/full'
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "the output: No space left" in result.stderr
 
 
 def test_environment_beats_the_config_file(

@@ -18,7 +18,7 @@ ALLOWED = {  # what a module may import of kvchat and the kernels
     "kvchat.documents": ("kvchat.errors", "kvchat.documents"),
     "kvchat.prompt": ("kvchat.errors",),
     "kvchat.kv": ("kvchat.errors", "kvchat.kv", "kvchat_kernels"),
-    "kvchat.memory": ("kvchat.kv.format",),
+    "kvchat.memory": ("kvchat.kv.format", "kvchat.kv.shape"),
     "kvchat.engine": ("kvchat.errors", "kvchat.kv"),
     "kvchat_kernels": ("kvchat_kernels",),
 }

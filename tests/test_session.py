@@ -14,8 +14,9 @@ from kvchat import session as session_module
 from kvchat.documents import Document, Span
 from kvchat.engine import Engine, Sampling
 from kvchat.errors import DoesNotFit, KVChatError
-from kvchat.kv.cache import KVCache, PackedLayer
+from kvchat.kv.cache import KVCache
 from kvchat.kv.format import parse
+from kvchat.kv.layer import PackedLayer
 from kvchat.memory import human
 from kvchat.models.tokens import ANSWER_ROOM
 from kvchat.session import Session

@@ -47,21 +47,24 @@ def watch(usages: Generator[Usage], total: int, screen: Screen, free: Callable[[
 class _Meter:
     def __init__(self, total: int, free: Callable[[], int], device: str):
         self.total, self.free, self.device = total, free, device
-        self.started = time.perf_counter()
-        self.first = 0
+        self.started = self.first = 0.0  # when, and with how many tokens, this watch began
         self.usage: Usage | None = None
 
     def steps(self, usages: Iterator[Usage]) -> Generator[Usage]:
         for usage in usages:
+            if self.usage is None:
+                self.started, self.first = time.perf_counter(), usage.tokens
             self.usage = usage
             yield usage
 
     def pace(self) -> str:
+        """Speed since the first step, which a stored cache or an earlier watch may have brought."""
         assert self.usage is not None
-        seconds = time.perf_counter() - self.started
-        speed = self.usage.tokens / seconds if seconds > 0 else 0.0
-        left = (self.total - self.usage.tokens) / speed if speed else 0.0
-        return f"{speed:,.0f} tokens/s, {_clock(left)} left"
+        read, seconds = self.usage.tokens - self.first, time.perf_counter() - self.started
+        if not read or not seconds:
+            return "done" if self.usage.tokens == self.total else "measuring the speed"
+        speed = read / seconds
+        return f"{speed:,.0f} tokens/s, {_clock((self.total - self.usage.tokens) / speed)} left"
 
 
 def _clock(seconds: float) -> str:
@@ -89,7 +92,7 @@ def _view(meter: _Meter) -> Group:
         _bar(usage.in_use / usage.fp16, "green"),
         f"{human(usage.in_use)}, measured: {usage.format_name}",
     )
-    grid.add_row("", "", f"{usage.true_bits:.3g} true bits and the window")
+    grid.add_row("", "", f"{usage.true_bits:.3g} true bits" + " and the window" * (usage.true_bits < 16))
     grid.add_row("fp16", _bar(1.0, "red"), f"{human(usage.fp16)} would be, {usage.ratio:.1f}x as much")
     grid.add_row("free", "", f"{human(meter.free())} on {meter.device}")
     return Group(grid)
@@ -107,13 +110,20 @@ def _live(meter: _Meter, usages: Iterator[Usage], screen: Screen) -> Generator[U
 
 
 def _lines(meter: _Meter, usages: Iterator[Usage], screen: Screen) -> Generator[Usage]:
-    told = -1
+    told, usage, said = -1, None, True
     for usage in meter.steps(usages):
         tenth = usage.tokens * 10 // meter.total
-        if tenth > told:
+        said = tenth > told
+        if said:
             told = tenth
-            screen.say(
-                f"reading {usage.tokens:,}/{meter.total:,} tokens, {meter.pace()}; {summary(usage)}; "
-                f"{human(meter.free())} free on {meter.device}"
-            )
+            _say(meter, usage, screen)
         yield usage
+    if usage is not None and not said:
+        _say(meter, usage, screen)  # the state after the last step, sealed
+
+
+def _say(meter: _Meter, usage: Usage, screen: Screen) -> None:
+    screen.say(
+        f"reading {usage.tokens:,}/{meter.total:,} tokens, {meter.pace()}; {summary(usage)}; "
+        f"{human(meter.free())} free on {meter.device}"
+    )

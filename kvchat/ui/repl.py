@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvchat.ui.interrupt import Interrupt
@@ -16,17 +18,18 @@ def inputs(
     toolbar: Callable[[], str],
     vi: bool,
     prompt: str = ">>> ",
-) -> Iterator[str]:
+) -> Generator[str]:
     """Yield what the user enters until end of input. Raises KeyboardInterrupt on two quick Ctrl-C."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         yield from _typed(commands, history, toolbar, vi, prompt)
     else:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        for line in sys.stdin:
+            yield line.rstrip("\n")
 
 
 def _typed(
     commands: Mapping[str, str], history: Path | None, toolbar: Callable[[], str], vi: bool, prompt: str
-) -> Iterator[str]:
+) -> Generator[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -54,7 +57,31 @@ def _typed(
             continue
         except EOFError:
             return
-        yield _unquote(text)
+        with typing_ahead():
+            yield _unquote(text)
+
+
+@contextmanager
+def typing_ahead() -> Iterator[None]:
+    """While something else goes on: what is typed waits, unseen, for the next prompt, and Enter stays Enter.
+
+    A terminal left to itself turns it into a line feed, which at the prompt is Ctrl-J: a new line in the same question.
+    """
+    if not (sys.stdin.isatty() and find_spec("termios")):
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    waiting = termios.tcgetattr(terminal)
+    waiting[0] &= ~termios.ICRNL
+    waiting[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(terminal, termios.TCSADRAIN, waiting)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _unquote(text: str) -> str:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(text: str) -> str:
-    """Text that cannot drive a terminal: control characters but newline and tab become U+FFFD."""
+    """Text that cannot drive a terminal: control characters but newline and tab, and those that turn the direction of
+    writing around, become U+FFFD."""
     return CONTROLS.sub("\ufffd", text)
 
 
@@ -32,9 +33,10 @@ class Screen:
             emoji=False,
             color_system="auto" if self.fancy else None,
         )
-        for stream in (sys.stdout, sys.stderr):
+        # what a stream cannot encode: in an answer it shows as \\u2014, elsewhere it is ornament
+        for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "replace")):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")
+                stream.reconfigure(errors=errors)
 
     def say(self, line: str, style: str = "dim") -> None:
         """A line about what is going on; silent under --quiet."""
