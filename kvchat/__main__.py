@@ -1,11 +1,13 @@
 """The entry point: `kvchat`, and `python -m kvchat`."""
 
+import gc
 import os
 import sys
 
 
 def main() -> None:
     """Run the command line; a Ctrl-C ends it with 130 also while it is still being imported."""
+    gc.disable()  # imports leave no garbage, and looking for it took a fifth of their time; a loaded model enables it
     # a standard stream that is closed would be the next file that is opened, and None in sys
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         name, mode = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))[handle]

@@ -85,6 +85,8 @@ def show_machine(screen: Screen) -> None:
     rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install matplotlib"])
     for name, folder in (
         ("models", places.models()),
+        ("caches", places.caches()),
+        ("conversations", places.conversations()),
         ("config", places.config_file()),
         ("history", places.history_file()),
     ):

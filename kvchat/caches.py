@@ -78,11 +78,12 @@ def rm(
     if bool(names) == everything:
         raise UsageError("name the caches to remove, or give --all")
     store, screen = _store(), Screen()
-    chosen = store.shelf() if everything else [_find(store, name) for name in names or []]
-    busy = [stored.id[:SHOWN] for stored in dict.fromkeys(chosen) if not store.remove(stored)]
+    found = store.shelf() if everything else [_find(store, name) for name in names or []]
+    chosen = {stored.id: stored for stored in found}
+    busy = [stored.id[:SHOWN] for stored in chosen.values() if not store.remove(stored)]
     if everything:
         store.sweep()
-    screen.say(f"removed {len(set(chosen)) - len(busy)} of {len(set(chosen))}")
+    screen.say(f"removed {len(chosen) - len(busy)} of {len(chosen)}")
     if busy:
         raise KVChatError(f"another kvchat uses {', '.join(busy)}; close it and try again")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat import steps
+from kvchat.conversations import Conversation, Said, forget
 from kvchat.documents import Reading
 from kvchat.errors import Interrupted, KVChatError, UsageError
 from kvchat.kv.format import KVFormat, parse
@@ -53,6 +54,7 @@ class Chat:
     screen: Screen
     store: Store | None
     refresh: bool = False
+    keep: bool = True  # the conversation, for `chat -c`
 
     def __post_init__(self) -> None:
         self.session = self._open(self.fmt, self.reading, self.system, self.refresh)
@@ -70,6 +72,13 @@ class Chat:
         else:
             if self.session.documents:
                 self.screen.say(steps.reading_statistics(self.session))
+
+    def resume(self, turns: Sequence[Said]) -> None:
+        """Go on with an earlier conversation about these documents."""
+        if self.session.unread:
+            self.prefill()
+        if not self.session.unread:
+            steps.replay(self.session, turns, self.screen)
 
     def toolbar(self) -> str:
         usage = self.session.usage()
@@ -115,6 +124,14 @@ class Chat:
         turn = steps.answer(self.session, question, self.sampling, self.screen)
         steps.explain_stop(turn, self.session, self.screen)
         self.screen.say(steps.answer_statistics(self.session, turn))
+        if self.keep:
+            self._conversation().save()
+
+    def _conversation(self) -> Conversation:
+        turns = [Said(turn.question, turn.answer, turn.ids) for turn in self.session.turns]
+        return Conversation.about(
+            self.documents.paths, self.documents.options, self.system, self.session.stored, turns
+        )
 
     def _reopen(
         self,
@@ -144,6 +161,7 @@ class Chat:
 
     def _clear(self, _: str) -> None:
         self.session.clear()
+        forget(self.documents.paths)
         self.screen.say("the conversation is forgotten; the documents stay")
 
     def _add(self, path: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 import typer.core
 
 from kvchat import __version__, caches, flags, places, steps
+from kvchat.conversations import last
 from kvchat.errors import InputError, Interrupted, KVChatError, UsageError
 from kvchat.flags import AnswerFlags, CacheFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
 from kvchat.kv.format import PRESETS, parse
@@ -147,14 +148,22 @@ def chat(
     arguments: flags.Paths = None,
     file: flags.File = None,
     vi: Annotated[bool, typer.Option("--vi", envvar="KVCHAT_VI", help="vi keys at the prompt.")] = False,
-    no_history: Annotated[bool, typer.Option("--no-history", help="Keep no file of what was typed.")] = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Keep neither what is typed nor the conversation.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "-c", "--continue", help="Go on with the last conversation about these files, or of all."
+        ),
+    ] = False,
 ) -> None:
     """Talk about files and folders, or about nothing. /help lists the commands."""
     documents = steps.Documents([*(file or []), *(arguments or [])], document_flags.options())
     if "-" in documents.paths:
         raise UsageError("a chat reads its questions from stdin, so - cannot be a document; give a file")
     history = None if no_history else places.history_file()
-    _talk(documents, models, formats, stores, answers, screens, vi, history)
+    _talk(documents, models, formats, stores, answers, screens, vi, history, resume)
 
 
 def _talk(
@@ -166,12 +175,24 @@ def _talk(
     screens: ScreenFlags,
     vi: bool,
     history: Path | None,
+    resume: bool = False,
 ) -> None:
     from kvchat.chat import HELP, Chat
     from kvchat.ui.repl import inputs, typing_ahead
 
     fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
-    reading = steps.read_documents(documents, screen, screens.verbose)
+    system, earlier = answers.system, last(documents.paths) if resume else None
+    if resume and earlier is None:
+        about = " about these files" if documents.paths else ""
+        raise UsageError(f"there is no conversation{about} to go on with; leave out -c")
+    if earlier is None:
+        reading = steps.read_documents(documents, screen, screens.verbose)
+    else:
+        if not documents.paths:
+            options = replace(earlier.options, password=documents.options.password)
+            documents = steps.Documents([*earlier.paths], options)
+        system = earlier.system if system is None else system
+        reading = steps.read_again(documents, earlier.cache, store, screen)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
     talk = Chat(
         loaded,
@@ -179,13 +200,16 @@ def _talk(
         documents,
         reading,
         steps.sampling(answers),
-        answers.system,
+        system,
         screen,
         store,
         stores.refresh,
+        keep=history is not None,
     )
     with typing_ahead():
         talk.prefill()
+        if earlier is not None:
+            talk.resume(earlier.turns)
     if history is not None:
         places.make(history.parent)
     names = steps.join_names([d.name for d in reading.documents]) or "no documents"

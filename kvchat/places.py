@@ -41,5 +41,10 @@ def history_file() -> Path:
     return _place("state") / "history"
 
 
+def conversations() -> Path:
+    """The last conversation about each set of documents."""
+    return _place("state") / "conversations"
+
+
 def config_file() -> Path:
     return _place("config") / "config.toml"

@@ -15,6 +15,7 @@ from kvchat.measure import Measured
 from kvchat.memory import Usage, fits, human, usage
 from kvchat.models.families import cache_shape, context_length, read_config
 from kvchat.models.find import Found
+from kvchat.models.tokenizer import FolderTokenizer
 from kvchat.models.tokens import ANSWER_ROOM, count_tokens
 from kvchat.ui.tables import bar, table
 
@@ -47,7 +48,7 @@ def plan(found: Found, fmt: KVFormat, reading: Reading) -> Plan:
     """Count and plan, with the prompt as `ask` would build it."""
     config = read_config(found.folder)
     shape, context = cache_shape(config), context_length(config)
-    counts, tokens = count_tokens(found.folder, reading.documents)
+    counts, tokens = count_tokens(FolderTokenizer(found.folder), reading.documents)
     formats = [fmt, *(preset for preset in PRESETS.values() if preset != fmt)]
     return Plan(
         found.name,
@@ -110,7 +111,7 @@ def compare(
     config = read_config(found.folder)
     shape = cache_shape(config)
     if reading is not None:
-        _, tokens = count_tokens(found.folder, reading.documents)
+        _, tokens = count_tokens(FolderTokenizer(found.folder), reading.documents)
     assert tokens is not None
     weights, free = found.weight_bytes, psutil.virtual_memory().available
     rows = tuple(

@@ -7,7 +7,6 @@ encoded by a second tokenizer that has none: `<|im_end|>` in a book is nine char
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,16 +86,19 @@ def _plain(system: str, with_document: bool, note: str) -> Frame:
     return Frame(head, bridge, "\nAnswer:", "\n\nQuestion: ", (note,))
 
 
-def text_tokenizer(tokenizer_json: str) -> Tokenizer:
+def text_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer without its added tokens, so that nothing in a text can become one of them.
 
     Added tokens of white space alone stay: they forge nothing, and a model expects them (runs of newlines).
     """
-    definition = json.loads(tokenizer_json)
-    definition["added_tokens"] = [t for t in definition["added_tokens"] if not t["content"].strip()]
-    definition["post_processor"] = None
-    definition["truncation"] = definition["padding"] = None
-    return Tokenizer.from_str(json.dumps(definition))
+    plain = Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+    added = tokenizer.get_added_tokens_decoder()
+    plain.add_tokens([added[i] for i in sorted(added) if not added[i].content.strip()])
+    return plain
 
 
 class Prompt:
@@ -121,7 +123,7 @@ class Prompt:
         self.frame = frame(render, system, with_document)
         self.with_document = with_document
         self._scaffold = backend
-        self._text = text_tokenizer(backend.to_str())
+        self._text = text_tokenizer(backend)
         added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self._added = frozenset(i for i, content in added.items() if content.strip())
         # where other added tokens are gone, those of white space may have moved up

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
 
@@ -20,6 +20,9 @@ from kvchat.models.tokens import ANSWER_ROOM, check_context
 from kvchat.prompt import Prompt
 from kvchat.store import Entry, Key, Store
 
+if TYPE_CHECKING:
+    from kvchat.conversations import Said
+
 
 @dataclass
 class Turn:
@@ -27,12 +30,16 @@ class Turn:
 
     question: str
     answer: str = ""
-    tokens: int = 0
+    ids: list[int] = field(default_factory=list, repr=False)  # of the answer
     first_token: float = 0.0
     seconds: float = 0.0
     stopped: str = ""  # "", "interrupted", "max-tokens" or "context"
     _mark: list[Any] = field(default_factory=list, repr=False)
     _pending: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
     @property
     def tokens_per_second(self) -> float:
@@ -207,14 +214,12 @@ class Session:
     def _answer(self, turn: Turn, ids: list[int], limit: int, sampling: Sampling) -> Iterator[str]:
         backend = self.loaded.tokenizer.backend_tokenizer
         stream = DecodeStream(skip_special_tokens=False)
-        answer: list[int] = []
         started = time.perf_counter()
         self._pending = self.prompt.next_ids()
         for token in self.engine.generate(ids, replace(sampling, max_tokens=limit), self._stop_ids):
             # the engine reads a token when it is asked for the next one, which may never happen
             self._pending = [token, *self.prompt.next_ids()]
-            answer.append(token)
-            turn.tokens += 1
+            turn.ids.append(token)
             turn.seconds = time.perf_counter() - started
             turn.first_token = turn.first_token or turn.seconds
             if piece := stream.step(backend, token):
@@ -226,7 +231,7 @@ class Session:
             self._pending = self.prompt.next_ids()
         else:
             turn.stopped = "max-tokens" if limit == sampling.max_tokens else "context"
-        if rest := self._rest(answer, turn.answer):
+        if rest := self._rest(turn.ids, turn.answer):
             turn.answer += rest
             yield rest
 
@@ -234,6 +239,40 @@ class Session:
         """What the stream still holds back when an answer ends in the middle of a character: one U+FFFD."""
         whole = self.loaded.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
         return whole[len(text) :] if whole.startswith(text) else ""
+
+    def length(self, turns: Sequence[Said]) -> int:
+        """Tokens that `replay` will read."""
+        between = len(self.prompt.next_ids())
+        texts = [self.prompt.question_ids(said.question) + self._answer_ids(said) for said in turns]
+        return sum(map(len, texts)) + between * max(0, len(turns) - 1)
+
+    def replay(self, turns: Sequence[Said]) -> Generator[Usage]:
+        """Read an earlier conversation (questions and answers) into the cache, yielding the measured usage.
+
+        Left early, the turns that were read whole stay. Raises DoesNotFit where the next one has no room.
+        """
+        for said in turns:
+            answer = self._answer_ids(said)
+            ids = self._pending + self.prompt.question_ids(said.question) + answer
+            if self.engine.tokens + len(ids) + ANSWER_ROOM > self.context:
+                raise DoesNotFit(
+                    f"the earlier conversation does not fit the {self.context:,} tokens that {self.loaded.name} reads"
+                )
+            mark = self.engine.cache.snapshot()
+            turn = Turn(said.question, said.answer, answer, _mark=mark, _pending=self._pending)
+            try:
+                for _ in self.engine.prefill(ids):
+                    yield self.usage()
+            except BaseException:
+                self.engine.cache.restore(turn._mark)
+                raise
+            self.turns.append(turn)
+            self._pending = self.prompt.next_ids()
+
+    def _answer_ids(self, said: Said) -> list[int]:
+        """The tokens that were generated, unless another model's tokenizer made them."""
+        decoded = self.loaded.tokenizer.backend_tokenizer.decode(said.ids, skip_special_tokens=False)
+        return said.ids if said.ids and decoded == said.answer else self.prompt.text_ids(said.answer)
 
     def undo(self) -> Turn | None:
         """Take the last turn back, exactly; returns it, or None where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,17 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.documents import Options, Reading, Step, read
+from kvchat.errors import DoesNotFit, InputError, Interrupted
 from kvchat.flags import AnswerFlags, ModelFlags
 from kvchat.kv.format import KVFormat
 from kvchat.models import find as models
 from kvchat.models.families import context_length, read_config
 from kvchat.models.pull import pull
+from kvchat.models.tokenizer import FolderTokenizer
 from kvchat.models.tokens import check_context, count_tokens
 from kvchat.ui.gauge import summary, watch
 from kvchat.ui.interrupt import Interrupt
 from kvchat.ui.screen import Screen
 
 if TYPE_CHECKING:
+    from kvchat.conversations import Said
     from kvchat.engine import Sampling
     from kvchat.models.load import LoadedModel
     from kvchat.planning import Comparison
@@ -50,6 +54,18 @@ def read_documents(documents: Documents, screen: Screen, verbose: bool = False) 
         for note in document.notes:
             screen.warn(f"{document.name}: {note}")
     return reading
+
+
+def read_again(documents: Documents, cache: str | None, store: Store | None, screen: Screen) -> Reading:
+    """As `read_documents`, for an earlier conversation: where a file has gone, its text comes from the stored cache."""
+    try:
+        return read_documents(documents, screen)
+    except InputError as error:
+        stored = store.get(cache) if store and cache else None
+        if stored is None:
+            raise
+        screen.warn(f"{error}; the text that is stored of it is used")
+        return Reading(stored.documents(), ())
 
 
 def _drain(steps: Generator[Step, None, Reading], screen: Screen) -> Reading:
@@ -94,13 +110,16 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     Raises ModelNotFound, ModelRefused, DoesNotFit, UsageError.
     """
     found = find_model(flags, screen)
+    tokenizer = FolderTokenizer(found.folder)
     if reading.documents:
-        _, tokens = count_tokens(found.folder, reading.documents)
+        _, tokens = count_tokens(tokenizer, reading.documents)
         check_context(found.name, tokens, context_length(read_config(found.folder)))
     with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
         from kvchat.models.load import load
 
-        loaded = load(found, flags.device)
+        loaded = load(found, flags.device, tokenizer)
+    gc.freeze()
+    gc.enable()  # see kvchat.__main__
     if verbose:
         screen.say(
             f"{loaded.name} on {loaded.device} in {str(loaded.dtype).removeprefix('torch.')}, "
@@ -136,6 +155,19 @@ def prefill(session: Session, screen: Screen) -> None:
     finally:
         for note in session.notes():
             screen.warn(note)
+
+
+def replay(session: Session, turns: Sequence[Said], screen: Screen) -> None:
+    """Bring an earlier conversation back, as far as it fits, and show its last turn."""
+    total = session.usage().tokens + session.length(turns)
+    try:
+        watch(session.replay(turns), total, screen, session.free_bytes, str(session.loaded.device))
+    except (DoesNotFit, Interrupted) as error:
+        screen.warn(f"{error}; {len(session.turns)} of {len(turns)} turns are back")
+    if session.turns:
+        last = session.turns[-1]
+        screen.say(f"going on after {len(session.turns)} turns; the last one:")
+        screen.say(f">>> {last.question}\n{last.answer}")
 
 
 def answer(session: Session, question: str, sampling: Sampling, screen: Screen) -> Turn:

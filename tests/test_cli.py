@@ -244,6 +244,104 @@ def test_chat_from_a_pipe(run: Run, book: Path, model_folder: Path, tmp_path: Pa
     assert "Which code?" not in saved.read_text()  # the system prompt started a new conversation
 
 
+def test_a_conversation_goes_on(run: Run, book: Path, model_folder: Path) -> None:
+    # numbers in float32: a random model's words would turn on what quantizing in other steps changes
+    model = ("-m", model_folder, "--max-tokens", 6, "--kv", "kivi4:k=32,v=32")
+    nothing = run("chat", "-c", *model)
+    assert nothing.code == 2
+    assert "no conversation to go on with" in nothing.err
+    run("chat", book, *model, stdin="Which code?\nAnd the blue one?\n")
+    whole = run("chat", book, *model, stdin="Which code?\nAnd the blue one?\nAnd the green one?").out
+    third = whole.splitlines()[-1]
+    run("chat", book, *model, stdin="Which code?\nAnd the blue one?\n")
+    goes_on = run("chat", "-c", *model, stdin="/tokens\n/regen\nAnd the green one?\n")
+    assert "going on after 2 turns" in goes_on.err
+    assert ">>> And the blue one?" in goes_on.err
+    assert "read from cache" in goes_on.err
+    assert goes_on.out.splitlines()[-1] == third
+    again = run("chat", "-c", book, *model, stdin="/clear\n")
+    assert "going on after 3 turns" in again.err
+    assert run("chat", "-c", book, *model).code == 2
+    other = run("chat", "-c", book.parent, *model)
+    assert "about these files" in other.err
+
+
+def test_a_conversation_goes_on_without_its_file(run: Run, book: Path, model_folder: Path) -> None:
+    model = ("-m", model_folder, "--max-tokens", 6)
+    run("chat", book, *model, stdin="Which code?\n")
+    book.unlink()
+    result = run("chat", "-c", *model, stdin="/files\n")
+    assert "the text that is stored of it is used" in result.err
+    assert "book.txt" in result.out
+    assert run("chat", "-c", "--no-cache", *model).code == 3
+
+
+def test_a_conversation_that_is_not_to_be_kept_is_not(run: Run, book: Path, model_folder: Path) -> None:
+    run("chat", book, "-m", model_folder, "--no-history", "--max-tokens", 4, stdin="Which code?\n")
+    assert not places.conversations().exists()
+    run("chat", book, "-m", model_folder, "--max-tokens", 4, stdin="Which code?\n")
+    [file] = places.conversations().glob("*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "secret" not in file.read_text()
+    file.write_text("{}")
+    assert "remove it" in run("chat", "-c", "-m", model_folder).err
+
+
+# --- stored caches ------------------------------------------------------------------------------------------
+
+
+def test_the_second_question_reads_the_cache(run: Run, book: Path, model_folder: Path) -> None:
+    arguments = ("ask", book, "Which code?", "-m", model_folder, "--max-tokens", 8)
+    first, second = run(*arguments), run(*arguments)
+    assert "tokens prefilled in" in first.err
+    assert "tokens read from cache in" in second.err
+    assert second.out == first.out
+    assert "prefilled" in run(*arguments, "--no-cache").err
+    assert "prefilled" in run(*arguments, "--refresh").err
+    assert json.loads(run(*arguments, "--json").out)["statistics"]["cached_tokens"] == 828
+    command = [sys.executable, "-m", "kvchat", *map(str, arguments)]
+    third = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert third.stdout == first.out
+    assert "tokens read from cache in" in third.stderr
+
+
+def test_ingest_stores_what_ask_reads(run: Run, book: Path, model_folder: Path) -> None:
+    stored = json.loads(run("ingest", book, "-m", model_folder, "--json").out)
+    assert stored["cache"]
+    assert "828 tokens prefilled" not in run("ask", book, "why?", "-m", model_folder, "--max-tokens", 1).err
+    again = run("ingest", book, "-m", model_folder)
+    assert "828 tokens read from cache" in again.err
+    small = run("ingest", book, "-m", model_folder, "--refresh", "--max-size", "100")
+    assert small.code == 1
+    assert "not kept on disk" in small.err
+
+
+def test_caches_are_listed_shown_and_removed(run: Run, book: Path, model_folder: Path) -> None:
+    assert "no stored caches" in run("cache", "list").err
+    for spec in ("kivi2", "kivi4"):
+        run("ingest", book, "-m", model_folder, "--kv", spec)
+    table = run("cache", "list").out
+    assert "book.txt" in table and "kivi2" in table and "kivi4" in table and "828" in table
+    listed = json.loads(run("cache", "list", "--json").out)
+    assert [c["format"] for c in listed] == ["kivi4", "kivi2"]
+    one = listed[0]["id"]
+    shown = run("cache", "show", one[:8]).out
+    assert "every byte is as it was written" in shown
+    assert "depends on: weights" in shown
+    segment = next((places.caches() / one).glob("*.safetensors"))
+    segment.write_bytes(segment.read_bytes()[:-1])
+    assert "unusable" in run("cache", "show", one[:8]).out
+    (places.caches() / one / "manifest.json").write_text("{}")
+    assert "manifest is damaged" in run("cache", "list").out
+    assert "removed 1" in run("cache", "prune").err
+    assert "removed 1," in run("cache", "prune", "--max-size", "1k").err
+    assert "no stored caches" in run("cache", "list").err
+    run("ingest", book, "-m", model_folder)
+    assert "removed 0" in run("cache", "prune", "--older-than", "1").err
+    assert "removed 1 of 1" in run("cache", "rm", "--all").err
+    assert run("cache", "rm", "--all", "x").code == 2
+
+
 def test_add_reads_anew_and_failing_changes_nothing(
     run: Run, book: Path, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ ALLOWED = {  # what a module may import of kvchat and the kernels
     "kvchat.kv": ("kvchat.errors", "kvchat.kv", "kvchat_kernels"),
     "kvchat.memory": ("kvchat.kv.format", "kvchat.kv.shape"),
     "kvchat.engine": ("kvchat.errors", "kvchat.kv"),
+    "kvchat.store": ("kvchat.documents", "kvchat.kv", "kvchat.memory", "kvchat.store"),
     "kvchat_kernels": ("kvchat_kernels",),
 }
 FORBIDDEN = {

@@ -61,15 +61,15 @@ def choose_dtype(device: torch.device) -> torch.dtype:
     return torch.float16
 
 
-def load(found: Found, device_name: str = "auto") -> LoadedModel:
-    """Open weights and tokenizer from `found.folder`. Runs no code that comes with the model, reads no pickle.
+def load(found: Found, device_name: str = "auto", tokenizer: FolderTokenizer | None = None) -> LoadedModel:
+    """Open weights and tokenizer (unless it is open) from `found.folder`. Runs no code that comes with the model, reads no pickle.
 
     Raises ModelRefused for a model that cannot be served, DoesNotFit when the weights don't.
     """
     config = read_config(found.folder)
     shape = cache_shape(config)
     device = choose_device(device_name)
-    tokenizer = FolderTokenizer(found.folder)
+    tokenizer = tokenizer or FolderTokenizer(found.folder)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     attention.register()

@@ -15,7 +15,10 @@ class FolderTokenizer:
     """What `Prompt` and `Session` need of transformers' fast tokenizers, by the same names."""
 
     def __init__(self, folder: Path):
-        """Raises ModelNotFound where there is no tokenizer.json, ModelRefused for files that cannot be used."""
+        """folder: a model's, or the path of its config.json.
+
+        Raises ModelNotFound where there is no tokenizer.json, ModelRefused for files that cannot be used."""
+        folder = folder if folder.is_dir() else folder.parent
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ModelNotFound(

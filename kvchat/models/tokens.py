@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvchat.documents import Document
 from kvchat.errors import DoesNotFit
@@ -24,12 +23,9 @@ def check_context(name: str, tokens: int, context: int) -> None:
 
 
 def count_tokens(
-    folder: Path, documents: Sequence[Document], system: str | None = None
+    tokenizer: FolderTokenizer, documents: Sequence[Document], system: str | None = None
 ) -> tuple[list[int], int]:
-    """Tokens of each document's text, and of the whole prompt that a question follows.
-
-    Raises ModelNotFound where there is no tokenizer.json, ModelRefused where it cannot be used.
-    """
-    prompt = Prompt(FolderTokenizer(folder if folder.is_dir() else folder.parent), system)
+    """Tokens of each document's text, and of the whole prompt that a question follows."""
+    prompt = Prompt(tokenizer, system)
     counts = [len(prompt.text_ids(document.text)) for document in documents]
     return counts, len(prompt.prefix_ids([(d.name, d.text) for d in documents]))

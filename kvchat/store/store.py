@@ -61,6 +61,10 @@ class Store:
         """Every cache, the least recently used first."""
         return sorted(self._all(), key=lambda stored: stored.used)
 
+    def get(self, name: str) -> Stored | None:
+        """The cache of this id, if it can be used."""
+        return next((s for s in self._all() if s.id == name and s.manifest is not None), None)
+
     def _all(self) -> Iterator[Stored]:
         for folder in self.folder.glob("*/"):
             if folder.name.startswith("."):

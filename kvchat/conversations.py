@@ -1,0 +1,92 @@
+"""The last conversation about each set of documents, on disk, for `kvchat chat -c`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvchat import places
+from kvchat.documents import Options
+from kvchat.errors import KVChatError
+from kvchat.store import files
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn; `ids` are the answer's tokens, which its text may not give back."""
+
+    question: str
+    answer: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`paths` are absolute; `cache` is the stored cache that the documents are in."""
+
+    paths: tuple[str, ...]
+    options: Options  # without a password
+    system: str | None
+    cache: str | None
+    turns: tuple[Said, ...]
+
+    @classmethod
+    def about(
+        cls,
+        paths: Sequence[str],
+        options: Options,
+        system: str | None,
+        cache: str | None,
+        turns: Sequence[Said],
+    ) -> Conversation:
+        return cls(_absolute(paths), replace(options, password=None), system, cache, tuple(turns))
+
+    def save(self) -> None:
+        """Raises KVChatError where it cannot be written."""
+        file = _file(self.paths)
+        try:
+            files.make_private(file.parent)
+            files.write(file, json.dumps(asdict(self), ensure_ascii=False).encode())
+        except OSError as error:
+            raise KVChatError(
+                f"the conversation is not kept: {file}: {error.strerror} (--no-history keeps none)"
+            ) from None
+
+
+def last(paths: Sequence[str]) -> Conversation | None:
+    """The conversation about these documents; without any, the one that was added to last. Raises KVChatError for a file
+    that cannot be read."""
+    if paths:
+        file = _file(_absolute(paths))
+    else:
+        kept = [f for f in places.conversations().glob("*.json") if not f.name.startswith(".")]
+        if not kept:
+            return None
+        file = max(kept, key=lambda f: f.stat().st_mtime)
+    try:
+        value = json.loads(file.read_bytes())
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in value["options"].items()
+        }
+        turns = tuple(Said(**said) for said in value["turns"])
+        return Conversation(tuple(value["paths"]), Options(**given), value["system"], value["cache"], turns)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KVChatError(f"{file} cannot be read ({error}); remove it and leave out -c") from None
+
+
+def forget(paths: Sequence[str]) -> None:
+    _file(_absolute(paths)).unlink(missing_ok=True)
+
+
+def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    return tuple(os.path.abspath(Path(path).expanduser()) for path in paths)
+
+
+def _file(paths: Sequence[str]) -> Path:
+    return places.conversations() / f"{files.sha256(json.dumps(paths).encode())[:16]}.json"
