@@ -21,6 +21,7 @@ bench: $(VENV)/installed
 	$(BIN)/kvchat models pull --quiet
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/answers.py
+	$(BIN)/python benchmarks/store.py
 
 # Plain `torch` brings gigabytes of CUDA: where no NVIDIA GPU is present, the CPU build goes in first.
 $(VENV)/installed: pyproject.toml
