@@ -160,6 +160,15 @@ def test_ctrl_c_twice_in_an_answer_leaves(book: Path, model_folder: Path) -> Non
     assert terminal.end() == 130
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in the background inherits an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_interrupt_asks_and_the_second_raises() -> None:
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
