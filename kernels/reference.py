@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
 """Widths of the bit planes that hold a code, lowest bits first."""
 
 

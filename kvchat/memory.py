@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvchat.kv.format import KVFormat
+from kvchat.kv.format import KVFormat, Ranked
 from kvchat.kv.shape import CacheShape, LayerShape
 
 
@@ -70,8 +70,13 @@ def _layer_bytes(layer: LayerShape, fmt: KVFormat, tokens: int, dense_bytes: int
         return 2 * elements * dense_bytes * _kept(layer, tokens)
     beyond_window = max(0, tokens - fmt.window)
     packed = max(0, beyond_window - fmt.sink) // fmt.block * fmt.block
-    return 2 * elements * dense_bytes * (tokens - packed) + sum(
-        round(packed * elements * quant.true_bits(layer.head_dim) / 8) for quant in (fmt.keys, fmt.values)
+    ranking = elements // 2 if packed and isinstance(fmt.keys, Ranked) else 0
+    return (
+        ranking
+        + 2 * elements * dense_bytes * (tokens - packed)
+        + sum(
+            round(packed * elements * quant.true_bits(layer.head_dim) / 8) for quant in (fmt.keys, fmt.values)
+        )
     )
 
 

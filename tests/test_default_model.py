@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvchat.documents import Document, read_now
-from kvchat.engine import Sampling
+from kvchat.engine import Engine, Sampling
 from kvchat.kv.format import parse
 from kvchat.models.find import DEFAULT, find
 from kvchat.models.load import load
@@ -60,6 +60,29 @@ def test_four_bits_answer_as_sixteen_do(loaded: Any, questions: list[dict[str, s
     assert answers(loaded, "kivi4", documents, questions) == reference
 
 
+def test_our_formats_are_closer_to_the_model_than_kivi_with_more_bits(loaded: Any) -> None:
+    """Kullback-Leibler divergence to the unquantized model over the last tokens of the PDF, history packed."""
+    text = read_now([PDF]).documents[0].text
+    ids = loaded.tokenizer.backend_tokenizer.encode(text).ids[:1400]
+
+    def choices(spec: str) -> torch.Tensor:
+        engine = Engine(loaded.model, parse(spec))
+        for _ in engine.prefill(ids[:1000]):
+            pass
+        engine._forward(ids[1000:], keep=400)
+        assert engine._logits is not None
+        return engine._logits.log_softmax(-1)
+
+    exact = choices("fp16")
+    divergence = {
+        spec: float((exact.exp() * (exact - choices(spec))).sum(-1).mean())
+        for spec in ("kivi2", "kivi3", "kvchat2", "kvchat3")
+    }
+    assert divergence["kvchat2"] < divergence["kivi2"] / 2
+    assert divergence["kvchat3"] < divergence["kivi3"]
+    assert divergence["kvchat3"] < divergence["kvchat2"]
+
+
 def test_the_pdf_fits_the_default_model_with_room(loaded: Any) -> None:
     session = Session(loaded, parse("kivi2"), read_now([PDF]).documents)
     assert 3000 < len(session.prefix) < 8000
@@ -68,6 +91,7 @@ def test_the_pdf_fits_the_default_model_with_room(loaded: Any) -> None:
 def test_ask_in_a_process_of_its_own(loaded: Any) -> None:
     text = "The code of the red box is 7731. The code of the blue box is 1123. The box of tin is empty."
     command = [sys.executable, "-m", "kvchat", "ask", "-", "What is the code of the blue box?", "--offline"]
+    command.append("--no-cache")
     result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "1123" in result.stdout

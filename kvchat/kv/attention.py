@@ -37,6 +37,7 @@ def attend(
         raise KVChatError("kvchat attends for one unpadded sequence; use one cache a sequence")
     q = query[0]
     if isinstance(key, PackedLayer):
+        key.observe(q)
         output = _over_tiles(q, key, scaling, softcap)
     else:
         assert isinstance(value, Tensor)

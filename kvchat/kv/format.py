@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvchat.errors import UsageError
 
@@ -46,12 +46,55 @@ class Quant:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """Keys whose channels have bits by rank: those that matter most to the queries get most.
+
+    shares: (bits, eighths of the channels), bits falling. Channels are ranked a head, in pairs (c, c + D/2), by the variance
+    of the keys times the mean square of the queries. The affine codes of `group` tokens share a scale (8 bits) and a zero.
+    """
+
+    shares: tuple[tuple[int, int], ...]
+    group: int = 128
+
+    axis: ClassVar[Literal["channel"]] = "channel"
+    packed: ClassVar[bool] = True
+
+    def bits_by_rank(self, head_dim: int) -> tuple[int, ...]:
+        """Bits of each channel in rank order; planes are whole bytes, so shares are rounded to 8 channels."""
+        bits: list[int] = []
+        eighths = 0
+        for own, share in self.shares:
+            eighths += share
+            until = head_dim if eighths == 8 else round(eighths * head_dim / 64) * 8
+            bits += [own] * (until - len(bits))
+        return tuple(bits)
+
+    def true_bits(self, head_dim: int) -> float:
+        """Bits an element, scale and zero of its group included."""
+        return sum(self.bits_by_rank(head_dim)) / head_dim + 24 / self.group
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Values rotated by a Hadamard matrix, each token's head with one scale (8 bits) and a codebook for normal variables."""
+
+    bits: int
+
+    axis: ClassVar[Literal["token"]] = "token"
+    packed: ClassVar[bool] = True
+
+    def true_bits(self, head_dim: int) -> float:
+        """Bits an element, its token's scale included."""
+        return self.bits + 8 / head_dim
+
+
+@dataclass(frozen=True)
 class KVFormat:
     """A whole cache format: `window` newest and `sink` first tokens stay in model precision, the rest is packed in blocks."""
 
     name: str
-    keys: Quant
-    values: Quant
+    keys: Quant | Ranked
+    values: Quant | Rotated
     window: int = 128
     sink: int = 0
     pre_rope: bool = False
@@ -64,7 +107,12 @@ class KVFormat:
     def block(self) -> int:
         """Tokens packed at once: the smallest number that completes a group of both keys and values."""
         return max(
-            [MIN_BLOCK] + [q.group for q in (self.keys, self.values) if q.packed and q.axis == "channel"]
+            [MIN_BLOCK]
+            + [
+                q.group
+                for q in (self.keys, self.values)
+                if not isinstance(q, Rotated) and q.packed and q.axis == "channel"
+            ]
         )
 
     def true_bits(self, head_dim: int) -> float:
@@ -77,11 +125,18 @@ def _kivi(bits: int) -> KVFormat:
     return KVFormat(f"kivi{bits}", Quant(bits, "channel"), Quant(bits, "token"))
 
 
+def _kvchat(name: str, shares: tuple[tuple[int, int], ...], value_bits: int) -> KVFormat:
+    """kvchat's own: what measured best at about 3.3 and 2.3 true bits (benchmarks/FIDELITY.md)."""
+    return KVFormat(name, Ranked(shares), Rotated(value_bits), sink=4, pre_rope=True)
+
+
 PRESETS = {
     "fp16": KVFormat("fp16", Quant(16), Quant(16), window=0),
     "kivi4": _kivi(4),
     "kivi3": _kivi(3),
     "kivi2": _kivi(2),
+    "kvchat3": _kvchat("kvchat3", ((6, 1), (5, 1), (4, 1), (3, 2), (2, 3)), 3),
+    "kvchat2": _kvchat("kvchat2", ((5, 1), (4, 1), (3, 1), (2, 2), (1, 3)), 2),
 }
 
 SPELLING = "NAME[:k=BITS,v=BITS,group=N,kgroup=N,vgroup=N,window=N,sink=N,rope=pre|post]"
@@ -118,6 +173,8 @@ def _with(fmt: KVFormat, key: str, value: str) -> KVFormat:
     if key in ("window", "sink"):
         return replace(fmt, **{key: number})  # type: ignore[arg-type]
     keys, values = fmt.keys, fmt.values
+    if not (isinstance(keys, Quant) and isinstance(values, Quant)):
+        raise KeyError(key)  # how these are stored is what the preset is
     match key:
         case "k":
             keys = replace(keys, bits=number)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvchat.errors import KVChatError
-from kvchat.kv.format import KVFormat
+from kvchat.kv.format import KVFormat, Ranked
 from kvchat.kv.rope import Rope
 from kvchat.kv.rows import PackedRows, fields
 
@@ -31,6 +31,7 @@ class LayerMark:
     next_position: int
     sink: tuple[Tensor, Tensor]
     window: tuple[Tensor, Tensor]
+    ranking: tuple[Tensor, Tensor]
 
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -53,6 +54,10 @@ def part_layout(
         "window.keys": ((1, heads, dense, head_dim), dtype),
         "window.values": ((1, heads, dense, head_dim), dtype),
     }
+    if start == 0 and isinstance(fmt.keys, Ranked):
+        ranked = (heads, head_dim // 2) if packed else (heads, 0)
+        observed = (heads, 0) if packed else (heads, head_dim // 2)
+        layout |= {"rank": (ranked, torch.uint8), "query_power": (observed, torch.float32)}
     if start == 0:
         layout |= {f"sink.{what}": ((1, heads, sink, head_dim), dtype) for what in ("keys", "values")}
     for what, quant in (("keys", fmt.keys), ("values", fmt.values)):
@@ -95,6 +100,9 @@ class PackedLayer(CacheLayerMixin):
             PackedRows(quant, x.shape[1], x.shape[3], dtype, device)
             for quant, x in ((self.fmt.keys, key_states), (self.fmt.values, value_states))
         )
+        # pairs of channels by rank, once the first block was packed; what the queries before that were like
+        self.rank = torch.empty(key_states.shape[1], 0, dtype=torch.uint8, device=device)
+        self.query_power = torch.empty(key_states.shape[1], 0, device=device)
         self.is_initialized = True
         self.reserve(self._reserved)
 
@@ -146,10 +154,28 @@ class PackedLayer(CacheLayerMixin):
         count = keys.shape[1]
         if self.rope is not None:
             keys = self.rope.unrotate(keys, torch.arange(position, position + count, device=keys.device))
+        if isinstance(self.fmt.keys, Ranked) and not self.rank.numel():
+            self._set_ranking(_rank(keys, self.query_power), self.query_power[:, :0])
         self.rows[0].append(self.packed_tokens, keys)
         self.rows[1].append(self.packed_tokens, values)
         self.starts += range(position, position + count, self.fmt.block)
         self.packed_tokens += count
+
+    def observe(self, query: Tensor) -> None:
+        """Note the mean square of the first chunk's queries [Hq, T, D], over the heads that share a key head and over RoPE
+        pairs, within which it does not depend on the position."""
+        if not isinstance(self.fmt.keys, Ranked) or self.rank.numel() or self.query_power.numel():
+            return
+        heads, channels = self.query_power.shape[0], query.shape[2]
+        power = query.float().square().mean(1).view(heads, -1, channels).mean(1)
+        self.query_power = power.view(heads, 2, channels // 2).mean(1)
+
+    def _set_ranking(self, rank: Tensor, query_power: Tensor) -> None:
+        self.rank, self.query_power = rank, query_power
+        first = rank.long()
+        self.rows[0].order = (
+            torch.stack([first, first + rank.shape[1]], 2).flatten(1) if rank.numel() else None
+        )
 
     def tiles(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (index of the first token, keys, values), oldest first, in model precision: [heads, n, head_dim].
@@ -177,7 +203,12 @@ class PackedLayer(CacheLayerMixin):
     def mark(self) -> LayerMark:
         assert self.keys is not None and self.values is not None
         return LayerMark(
-            self.packed_tokens, len(self.starts), self.next_position, self.sink, (self.keys, self.values)
+            self.packed_tokens,
+            len(self.starts),
+            self.next_position,
+            self.sink,
+            (self.keys, self.values),
+            (self.rank, self.query_power),
         )
 
     def rewind(self, mark: LayerMark) -> None:
@@ -185,6 +216,7 @@ class PackedLayer(CacheLayerMixin):
         self.packed_tokens, self.next_position = mark.packed_tokens, mark.next_position
         del self.starts[mark.blocks :]
         self.sink, (self.keys, self.values) = mark.sink, mark.window
+        self._set_ranking(*mark.ranking)
 
     def part(self, start: int) -> dict[str, Tensor]:
         """What came after the first `start` tokens, where everything was packed at that point; see `part_layout`."""
@@ -196,6 +228,8 @@ class PackedLayer(CacheLayerMixin):
             "window.keys": self.keys,
             "window.values": self.values,
         }
+        if start == 0 and isinstance(self.fmt.keys, Ranked):
+            tensors |= {"rank": self.rank, "query_power": self.query_power}
         if start == 0:
             tensors |= {"sink.keys": self.sink[0], "sink.values": self.sink[1]}
         for what, rows in zip(("keys", "values"), self.rows, strict=True):
@@ -207,6 +241,8 @@ class PackedLayer(CacheLayerMixin):
         """Append what `part` returned, copying it; `part` must have the layout that belongs here."""
         if not self.is_initialized:
             self.lazy_initialization(part["window.keys"][:, :, :0], part["window.values"][:, :, :0])
+        if "rank" in part:
+            self._set_ranking(part["rank"].clone(), part["query_power"].clone())
         starts = part["starts"].tolist()
         stop = self.packed_tokens + len(starts) * self.fmt.block
         for what, rows in zip(("keys", "values"), self.rows, strict=True):
@@ -234,7 +270,7 @@ class PackedLayer(CacheLayerMixin):
     @property
     def _dense_bytes(self) -> int:
         assert self.keys is not None and self.values is not None
-        return sum(t.nbytes for t in (*self.sink, self.keys, self.values))
+        return sum(t.nbytes for t in (*self.sink, self.keys, self.values, self.rank))
 
     @property
     def nbytes(self) -> int:
@@ -249,3 +285,11 @@ class PackedLayer(CacheLayerMixin):
         if self.keys is None:
             return 0
         return self._dense_bytes + sum(rows.reserved_bytes for rows in self.rows)
+
+
+def _rank(keys: Tensor, query_power: Tensor) -> Tensor:
+    """Pairs of channels by what an error in them does to the scores: variance of the keys [heads, T, D] times the queries'
+    mean square [heads, D / 2], both averaged over the pair. Returns [heads, D / 2], uint8, the most important first."""
+    heads, _, channels = keys.shape
+    spread = keys.float().var(1).view(heads, 2, channels // 2).mean(1)
+    return (spread * query_power).argsort(dim=1, descending=True, stable=True).to(torch.uint8)

@@ -2,5 +2,20 @@
 
 from kvchat_kernels.torch_attend import attention, merge
 from kvchat_kernels.torch_pack import dequantize, quantize
+from kvchat_kernels.torch_ranked import (
+    dequantize_ranked,
+    dequantize_rotated,
+    quantize_ranked,
+    quantize_rotated,
+)
 
-__all__ = ["attention", "dequantize", "merge", "quantize"]
+__all__ = [
+    "attention",
+    "dequantize",
+    "dequantize_ranked",
+    "dequantize_rotated",
+    "merge",
+    "quantize",
+    "quantize_ranked",
+    "quantize_rotated",
+]

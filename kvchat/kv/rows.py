@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv import ops
-from kvchat.kv.format import Quant
+from kvchat.kv.format import Quant, Ranked, Rotated
 
 GROWTH = 1024
 """Tokens added to the buffers when what was reserved is full: a multiple of every block."""
@@ -24,8 +24,19 @@ class Field:
     dtype: torch.dtype
 
 
-def fields(quant: Quant, head_dim: int, dtype: torch.dtype) -> list[Field]:
+def fields(quant: Quant | Ranked | Rotated, head_dim: int, dtype: torch.dtype) -> list[Field]:
     """How `quant` lies in memory and on disk, for a model of type `dtype`."""
+    if isinstance(quant, Ranked):
+        return [
+            Field("codes", 1, sum(quant.bits_by_rank(head_dim)) // 8, torch.uint8),
+            Field("scale", quant.group, head_dim, torch.uint8),
+            Field("zero", quant.group, head_dim, torch.float16),
+        ]
+    if isinstance(quant, Rotated):
+        return [
+            Field("codes", 1, head_dim * quant.bits // 8, torch.uint8),
+            Field("scale", 1, 1, torch.uint8),
+        ]
     if not quant.packed:
         sixteen = torch.float16 if dtype == torch.float32 else dtype
         return [Field("elements", 1, head_dim, torch.float32 if quant.bits == 32 else sixteen)]
@@ -46,8 +57,17 @@ class PackedRows:
     says where, and writing at an earlier place forgets what followed it.
     """
 
-    def __init__(self, quant: Quant, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        quant: Quant | Ranked | Rotated,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.quant, self.dtype = quant, dtype
+        self.order: Tensor | None = None  # [heads, head_dim]: channels by rank, where `quant` is Ranked
+        self._bits = quant.bits_by_rank(head_dim) if isinstance(quant, Ranked) else ()
         self.fields = fields(quant, head_dim, dtype)
         self._buffers = [
             torch.empty(heads, 0, field.width, dtype=field.dtype, device=device) for field in self.fields
@@ -64,9 +84,7 @@ class PackedRows:
 
     def append(self, at: int, x: Tensor) -> None:
         """Store x [heads, n, head_dim] as tokens at .. at + n; n and `at` are multiples of the block."""
-        quant = self.quant
-        parts = ops.quantize(x, quant.bits, quant.axis, quant.group) if quant.packed else (x,)
-        self.write(at, at + x.shape[1], parts)
+        self.write(at, at + x.shape[1], self._encode(x))
 
     def write(self, at: int, end: int, parts: Sequence[Tensor]) -> None:
         """Store tokens at .. end as `stored` returned them, one tensor a field."""
@@ -78,9 +96,24 @@ class PackedRows:
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens start .. stop in model precision: [heads, stop - start, head_dim]; both are multiples of the block."""
         quant, parts = self.quant, self.stored(start, stop)
+        if isinstance(quant, Ranked):
+            ranked = ops.dequantize_ranked(parts[0], parts[1], parts[2], self._bits, quant.group, self.dtype)
+            assert self.order is not None
+            return torch.empty_like(ranked).scatter_(2, self.order[:, None].expand_as(ranked), ranked)
+        if isinstance(quant, Rotated):
+            return ops.dequantize_rotated(parts[0], parts[1], quant.bits, self.dtype)
         if not quant.packed:
             return parts[0].to(self.dtype)
         return ops.dequantize(*parts, quant.bits, quant.axis, quant.group, self.dtype)
+
+    def _encode(self, x: Tensor) -> Sequence[Tensor]:
+        quant = self.quant
+        if isinstance(quant, Ranked):
+            assert self.order is not None
+            return ops.quantize_ranked(x.gather(2, self.order[:, None].expand_as(x)), self._bits, quant.group)
+        if isinstance(quant, Rotated):
+            return ops.quantize_rotated(x, quant.bits)
+        return ops.quantize(x, quant.bits, quant.axis, quant.group) if quant.packed else (x,)
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that the first `tokens` take; what is reserved beyond them is not counted."""
