@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvchat import steps
 from kvchat.conversations import Conversation, Said, forget
 from kvchat.documents import Reading
-from kvchat.errors import Interrupted, KVChatError, UsageError
+from kvchat.errors import DoesNotFit, Interrupted, KVChatError, UsageError
 from kvchat.kv.format import KVFormat, parse
 from kvchat.memory import human
 from kvchat.ui.gauge import summary
@@ -59,6 +59,9 @@ class Chat:
     def __post_init__(self) -> None:
         self.session = self._open(self.fmt, self.reading, self.system, self.refresh)
         self.done = False
+        self.earlier: list[Said] = []  # turns of an earlier conversation that are still to be read
+        self.unseen: list[Said] = []  # those that have no room, after the first `seen` turns
+        self.seen = 0
 
     def _open(self, fmt: KVFormat, reading: Reading, system: str | None, refresh: bool = False) -> Session:
         return steps.open_session(self.loaded, fmt, reading, system, self.screen, self.store, refresh)
@@ -74,11 +77,28 @@ class Chat:
                 self.screen.say(steps.reading_statistics(self.session))
 
     def resume(self, turns: Sequence[Said]) -> None:
-        """Go on with an earlier conversation about these documents."""
-        if self.session.unread:
-            self.prefill()
+        """Go on with an earlier conversation about these documents: now, or with the next question where it is stopped."""
+        self.earlier = list(turns)
         if not self.session.unread:
-            steps.replay(self.session, turns, self.screen)
+            self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Read the earlier turns. Those that do not fit stay in the kept conversation, out of the model's sight."""
+        before = len(self.session.turns)
+        try:
+            steps.replay(self.session, self.earlier, self.screen)
+            stays = 0
+        except Interrupted as error:
+            self.screen.warn(f"{error}; the next question goes on from there")
+            stays = len(self.earlier) - (len(self.session.turns) - before)
+        except DoesNotFit as error:
+            back = len(self.session.turns) - before
+            self.unseen, self.seen = self.earlier[back:], len(self.session.turns)
+            self.screen.warn(
+                f"{error}; {len(self.unseen)} turns are kept on disk, but the model does not see them"
+            )
+            stays = 0
+        self.earlier = self.earlier[len(self.earlier) - stays :]
 
     def toolbar(self) -> str:
         usage = self.session.usage()
@@ -121,6 +141,10 @@ class Chat:
             self.prefill()
         if self.session.unread:
             return
+        if self.earlier:
+            self._bring_back()
+        if self.earlier:
+            return
         turn = steps.answer(self.session, question, self.sampling, self.screen)
         steps.explain_stop(turn, self.session, self.screen)
         self.screen.say(steps.answer_statistics(self.session, turn))
@@ -129,6 +153,7 @@ class Chat:
 
     def _conversation(self) -> Conversation:
         turns = [Said(turn.question, turn.answer, turn.ids) for turn in self.session.turns]
+        turns[self.seen : self.seen] = self.unseen
         return Conversation.about(
             self.documents.paths, self.documents.options, self.system, self.session.stored, turns
         )
@@ -149,6 +174,7 @@ class Chat:
         self.session.close()
         self.session, self.documents, self.reading, self.fmt = session, documents, reading, fmt
         self.system = self.system if system is None else system
+        self.earlier, self.unseen = [], []
         self.screen.say("the conversation starts anew")
         self.prefill()
 
@@ -161,6 +187,7 @@ class Chat:
 
     def _clear(self, _: str) -> None:
         self.session.clear()
+        self.earlier, self.unseen = [], []
         forget(self.documents.paths)
         self.screen.say("the conversation is forgotten; the documents stay")
 

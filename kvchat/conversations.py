@@ -73,11 +73,25 @@ def last(paths: Sequence[str]) -> Conversation | None:
             k: tuple(v) if isinstance(v, list) else v for k, v in value["options"].items()
         }
         turns = tuple(Said(**said) for said in value["turns"])
+        texts = [*value["paths"], value["system"] or "", value["cache"] or "", options_text(given)]
+        texts += [text for said in turns for text in (said.question, said.answer)]
+        ids = [i for said in turns for i in said.ids]
+        if not all(isinstance(text, str) for text in texts) or not all(
+            isinstance(i, int) and i >= 0 for i in ids
+        ):
+            raise ValueError("it makes no sense")
         return Conversation(tuple(value["paths"]), Options(**given), value["system"], value["cache"], turns)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KVChatError(f"{file} cannot be read ({error}); remove it and leave out -c") from None
+
+
+def options_text(given: dict[str, Any]) -> str | None:
+    """The pages, which are text or not given; None where an option has another type than it must."""
+    types = {name: type(getattr(Options(), name)) for name in given}
+    fits = all(name == "pages" or isinstance(value, types[name]) for name, value in given.items())
+    return (given.get("pages") or "") if fits else None
 
 
 def forget(paths: Sequence[str]) -> None:

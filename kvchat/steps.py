@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.documents import Options, Reading, Step, read
-from kvchat.errors import DoesNotFit, InputError, Interrupted
+from kvchat.errors import InputError
 from kvchat.flags import AnswerFlags, ModelFlags
 from kvchat.kv.format import KVFormat
 from kvchat.models import find as models
@@ -18,6 +18,7 @@ from kvchat.models.families import context_length, read_config
 from kvchat.models.pull import pull
 from kvchat.models.tokenizer import FolderTokenizer
 from kvchat.models.tokens import check_context, count_tokens
+from kvchat.store.manifest import Unusable
 from kvchat.ui.gauge import summary, watch
 from kvchat.ui.interrupt import Interrupt
 from kvchat.ui.screen import Screen
@@ -57,15 +58,19 @@ def read_documents(documents: Documents, screen: Screen, verbose: bool = False) 
 
 
 def read_again(documents: Documents, cache: str | None, store: Store | None, screen: Screen) -> Reading:
-    """As `read_documents`, for an earlier conversation: where a file has gone, its text comes from the stored cache."""
+    """As `read_documents`, for an earlier conversation: where a file has gone, the texts come from the stored cache."""
     try:
         return read_documents(documents, screen)
     except InputError as error:
         stored = store.get(cache) if store and cache else None
-        if stored is None:
+        try:
+            texts = stored.documents() if stored else ()
+        except Unusable:
+            texts = ()
+        if not texts:
             raise
-        screen.warn(f"{error}; the text that is stored of it is used")
-        return Reading(stored.documents(), ())
+        screen.warn(f"{error}; all documents are taken as they were when they were stored")
+        return Reading(texts, ())
 
 
 def _drain(steps: Generator[Step, None, Reading], screen: Screen) -> Reading:
@@ -158,12 +163,9 @@ def prefill(session: Session, screen: Screen) -> None:
 
 
 def replay(session: Session, turns: Sequence[Said], screen: Screen) -> None:
-    """Bring an earlier conversation back, as far as it fits, and show its last turn."""
+    """Bring an earlier conversation back, as far as it fits, and show its last turn. Raises DoesNotFit, Interrupted."""
     total = session.usage().tokens + session.length(turns)
-    try:
-        watch(session.replay(turns), total, screen, session.free_bytes, str(session.loaded.device))
-    except (DoesNotFit, Interrupted) as error:
-        screen.warn(f"{error}; {len(session.turns)} of {len(turns)} turns are back")
+    watch(session.replay(turns), total, screen, session.free_bytes, str(session.loaded.device))
     if session.turns:
         last = session.turns[-1]
         screen.say(f"going on after {len(session.turns)} turns; the last one:")

@@ -14,6 +14,7 @@ from tiny import tiny_loaded
 
 from kvchat import places
 from kvchat.cli import main
+from kvchat.kv.format import PRESETS
 from kvchat.ui.screen import clean
 
 Run = Callable[..., SimpleNamespace]
@@ -61,7 +62,7 @@ WRONG = [
     (["ask", "{empty}", "why?"], 3, "empty"),
     (["ask", "{book}", ""], 2, "question"),
     (["ask", "-", "why?"], 3, "empty"),
-    (["ask", "{book}", "why?", "--kv", "kivi9"], 2, "fp16, kivi4, kivi3, kivi2"),
+    (["ask", "{book}", "why?", "--kv", "kivi9"], 2, "fp16, kivi4, kivi3, kvchat3, kivi2, kvchat2"),
     (["ask", "{book}", "why?", "--kv", "kivi2:k=5"], 2, "5 bits"),
     (["ask", "{book}", "why?", "--kv", "kivi2:colour=3"], 2, "colour=3"),
     (["ask", "{book}", "why?", "--device", "tpu:9"], 2, "tpu:9"),
@@ -266,12 +267,43 @@ def test_a_conversation_goes_on(run: Run, book: Path, model_folder: Path) -> Non
     assert "about these files" in other.err
 
 
+def test_a_conversation_never_shrinks_unasked(
+    run: Run, book: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    model = ("-m", model_folder, "--max-tokens", 4)
+    run("chat", book, *model, stdin="One?\nTwo?\nThree?\n")
+    [file] = places.conversations().glob("*.json")
+    value = json.loads(file.read_text())
+    value["turns"][1]["question"] = "long " * 400  # no room for it in the model's context
+    file.write_text(json.dumps(value))
+    result = run("chat", "-c", *model, stdin="Four?\n")
+    assert "2 turns are kept on disk" in result.err
+    kept = [turn["question"][:6] for turn in json.loads(file.read_text())["turns"]]
+    assert kept == ["One?", "long l", "Three?", "Four?"]
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [("turns", [{"question": "q", "answer": 5, "ids": []}]), ("turns", [{"question": "q", "answer": "a", "ids": [-1]}]),
+     ("paths", [5]), ("system", 7), ("options", {"pages": 7}), ("options", {"max_file_size": "q"})],
+)  # fmt: skip
+def test_a_conversation_that_makes_no_sense_is_said(
+    run: Run, book: Path, model_folder: Path, part: str, wrong: Any
+) -> None:
+    run("chat", book, "-m", model_folder, "--max-tokens", 4, stdin="One?\n")
+    [file] = places.conversations().glob("*.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: wrong}))
+    result = run("chat", "-c", "-m", model_folder)
+    assert result.code == 1
+    assert "remove it and leave out -c" in result.err
+
+
 def test_a_conversation_goes_on_without_its_file(run: Run, book: Path, model_folder: Path) -> None:
     model = ("-m", model_folder, "--max-tokens", 6)
     run("chat", book, *model, stdin="Which code?\n")
     book.unlink()
     result = run("chat", "-c", *model, stdin="/files\n")
-    assert "the text that is stored of it is used" in result.err
+    assert "as they were when they were stored" in result.err
     assert "book.txt" in result.out
     assert run("chat", "-c", "--no-cache", *model).code == 3
 
@@ -398,9 +430,9 @@ def test_compare_memory_needs_the_configuration_alone(run: Run, model_folder: Pa
     config = tmp_path / "config.json"
     config.write_text((model_folder / "config.json").read_text())
     comparison = json.loads(run("compare-memory", "--tokens", 100_000, "-m", tmp_path, "--json").out)
-    assert [row["now"]["format_name"] for row in comparison["rows"]] == ["fp16", "kivi4", "kivi3", "kivi2"]
+    assert [row["now"]["format_name"] for row in comparison["rows"]] == list(PRESETS)
     in_use = [row["now"]["in_use"] for row in comparison["rows"]]
-    assert in_use == sorted(in_use, reverse=True)
+    assert in_use[0] == max(in_use) and in_use[-1] == min(in_use)
     assert (
         comparison["rows"][0]["now"]["fp16"] == 100_000 * 4 * 2 * 16 * 2 * 2
     )  # layers, heads, head_dim, K and V, bytes
@@ -473,7 +505,7 @@ def test_the_config_file_is_blamed_for_what_it_says(run: Run, book: Path, model_
         f'model = "{model_folder}"\nkv = "kivi2"\ninclude = "*.txt"\njson = true\n'
     )
     comparison = json.loads(run("compare-memory", "--tokens", 1000).out)
-    assert len(comparison["rows"]) == 4
+    assert len(comparison["rows"]) == len(PRESETS)
     assert json.loads(run("ingest", "--dry-run", book.parent).out)["usages"][0]["format_name"] == "kivi2"
 
 

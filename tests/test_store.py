@@ -544,6 +544,24 @@ def test_a_damaged_cache_is_mended_by_reading(loaded: Any, store: Store) -> None
     assert again.restored_tokens == len(again.prefix)
 
 
+@pytest.mark.parametrize("name", [NAME, "00000", "00001"])
+def test_what_stands_in_the_way_is_cleared_away(loaded: Any, store: Store, name: str) -> None:
+    """A folder or a dangling link in a file's place: said once, and the next cache is whole again."""
+    read(opened(loaded, store)).close()
+    for make in (lambda p: p.mkdir(), lambda p: p.symlink_to("nowhere")):
+        path = next(p for p in stored_files(store) if p.name.startswith(name))
+        path.unlink()
+        make(path)
+        session = read(opened(loaded, store))
+        assert len(session.notes()) == 1
+        assert session.stored
+        session.close()
+        again = read(opened(loaded, store))
+        assert again.notes() == []
+        assert again.restored_tokens == len(again.prefix)
+        again.close()
+
+
 def test_a_whole_but_foreign_file_is_not_used(loaded: Any, store: Store) -> None:
     """Checksums that fit prove nothing about a model, so names, shapes, types and tokens are compared as well."""
     session = read(opened(loaded, store))
@@ -576,6 +594,46 @@ def test_a_whole_but_foreign_file_is_not_used(loaded: Any, store: Store) -> None
         assert other.restored_tokens == 0
         [note] = other.notes()
         assert words in note
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": None}, {"text": 5}, {"segments": [{"stop": "x"}]}, {"key": []}]
+)
+def test_a_manifest_that_makes_no_sense_is_no_crash(
+    loaded: Any, store: Store, change: dict[str, Any]
+) -> None:
+    """Its checksum may be right all the same."""
+    from kvchat.store import manifest
+
+    read(opened(loaded, store)).close()
+    [stored] = store.shelf()
+    value = json.loads((stored.folder / NAME).read_text())
+    del value["checksum"]
+    (stored.folder / NAME).write_bytes(manifest._encode(value | change))
+    [broken] = store.shelf()
+    assert broken.manifest is None
+    session = read(opened(loaded, store))
+    assert len(session.notes()) == 1
+    assert session.stored
+
+
+def test_room_is_not_made_of_what_is_being_used(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store)).close()
+    [before] = store.shelf()
+    small = Store(store.folder, int(before.bytes * 1.5))
+    grown = read(opened(loaded, small, SPEC, TEXT + "One more crate.\n" * 4))
+    assert grown.stored
+    assert not any("not kept" in note for note in grown.notes())
+
+
+def test_what_could_not_be_kept_leaves_no_text_behind(
+    loaded: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kvchat.store.files.write", filling(files.write, 1)
+    )  # the documents' text, then nothing
+    read(opened(loaded, store))
+    assert stored_files(store) == []
 
 
 def test_another_versions_cache_is_said_and_written_over(loaded: Any, store: Store) -> None:

@@ -134,8 +134,8 @@ PRESETS = {
     "fp16": KVFormat("fp16", Quant(16), Quant(16), window=0),
     "kivi4": _kivi(4),
     "kivi3": _kivi(3),
-    "kivi2": _kivi(2),
     "kvchat3": _kvchat("kvchat3", ((6, 1), (5, 1), (4, 1), (3, 2), (2, 3)), 3),
+    "kivi2": _kivi(2),
     "kvchat2": _kvchat("kvchat2", ((5, 1), (4, 1), (3, 1), (2, 2), (1, 3)), 2),
 }
 

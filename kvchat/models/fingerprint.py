@@ -48,7 +48,9 @@ def _weights(folder: Path) -> list[list[Any]]:
         stat = path.stat()
         state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         where = str(path.resolve())
-        digest = known[where][1] if known.get(where, [None])[0] == state else _sha256(path)
+        before = known.get(where)
+        same = isinstance(before, list) and len(before) == 2 and before[0] == state
+        digest = before[1] if same and isinstance(before, list) else _sha256(path)
         new[where] = [state, digest]
         entries.append([path.name, stat.st_size, digest])
     if any(known.get(where) != entry for where, entry in new.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class Entry:
         self._folder = store.folder / self._chain[-1][:16]
         self._lock = store.lock(self._folder.name)
         self._writing: bool | None = None  # None: not decided yet
+        self._damaged = False  # whether its own folder holds what cannot be used
         self._where = self._folder  # of the files that are kept already
         self._kept: tuple[Segment, ...] = ()
         if not refresh:
@@ -85,6 +87,7 @@ class Entry:
                 parts.append(read(self._where, segment.file, expected, self._ids[start:end]))
             except Unusable as reason:
                 self.notes.append(f"the stored cache cannot be used from token {start:,} on: {reason}")
+                self._damaged = self._where == self._folder
                 break
             start = end
         self._kept = self._kept[: len(parts)]
@@ -112,7 +115,7 @@ class Entry:
 
     def close(self) -> None:
         """Let other processes have it."""
-        self._lock.release()
+        self._lock.release(force=True)
 
     def _find(self) -> None:
         """Choose the stored cache that shares most segments with this text; say what keeps others from being used."""
@@ -121,6 +124,7 @@ class Entry:
             if candidate.manifest is None:
                 if candidate.folder == self._folder and candidate.begun:
                     self.notes.append(f"the stored cache cannot be used: {candidate.problem}")
+                    self._damaged = True
                 continue
             segments = candidate.manifest.segments
             links = [(s.stop, s.chain) for s in segments]
@@ -164,8 +168,10 @@ class Entry:
             self._lock.acquire()
         except Timeout:
             return self._give_up("another kvchat has it open")
-        self._store.make_room(self._planned, keep=self._folder.name)
+        self._store.make_room(self._planned, keep=(self._folder, self._where))
         files.make_private(self._folder)
+        if self._damaged:
+            files.keep_only(self._folder, {segment.file.name for segment in self._kept})
         try:
             self._older = Manifest.read(self._folder).stored_tokens
         except Unusable:
@@ -186,11 +192,13 @@ class Entry:
             manifest.remove_others(self._folder)
 
     def _cannot_write(self, error: OSError) -> None:
-        where = error.filename or self._store.folder
+        where = error.filename2 or error.filename or self._store.folder
         self._give_up(f"{where}: {error.strerror}")
 
     def _give_up(self, reason: str) -> bool:
-        """The answer does not depend on it."""
+        """The answer does not depend on it. What was begun goes: it holds the documents' text."""
+        if self._lock.is_locked and not (self._folder / NAME).exists():
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._writing = False
         self.notes.append(f"this cache is not kept on disk: {reason} (--no-cache keeps none)")
         return False

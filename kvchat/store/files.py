@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -71,6 +72,16 @@ def remove(folder: Path) -> None:
     gone = folder.with_name(f"{TEMPORARY}{folder.name}-{os.getpid()}")
     os.replace(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def keep_only(folder: Path, names: Collection[str]) -> None:
+    """Remove everything else that lies in a folder. Raises OSError."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def make_private(folder: Path) -> None:

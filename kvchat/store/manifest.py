@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvchat.store.files import sha256, sha256_of, write
+from kvchat.store.files import keep_only, sha256, sha256_of, write
 from kvchat.store.key import VERSION, Key
 
 NAME = "manifest.json"
@@ -75,11 +75,8 @@ class Manifest:
         write(folder / NAME, _encode({"version": VERSION, **asdict(self)}))
 
     def remove_others(self, folder: Path) -> None:
-        """Remove every file of the folder that isn't named here."""
-        named = {NAME, self.text.name, *(segment.file.name for segment in self.segments)}
-        for path in folder.iterdir():
-            if path.name not in named:
-                path.unlink(missing_ok=True)
+        """Remove what lies in the folder and isn't named here. Raises OSError."""
+        keep_only(folder, {NAME, self.text.name, *(segment.file.name for segment in self.segments)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -95,17 +92,24 @@ class Manifest:
             intact = False
         if not intact:
             raise Unusable("its manifest is damaged")
-        if value["version"] != VERSION:
+        if value.get("version") != VERSION:
             raise Unusable("another version of kvchat wrote it")
+        try:
+            return cls._from(value)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise Unusable("its manifest makes no sense") from None
+
+    @classmethod
+    def _from(cls, value: dict[str, Any]) -> Manifest:
         return cls(
-            Key(value["key"]["parts"]),
-            value["model"],
-            value["format"],
-            tuple(value["documents"]),
-            value["tokens"],
-            value["created"],
+            Key({str(part): str(what) for part, what in value["key"]["parts"].items()}),
+            str(value["model"]),
+            str(value["format"]),
+            tuple(map(str, value["documents"])),
+            int(value["tokens"]),
+            str(value["created"]),
             File(**value["text"]),
-            tuple(Segment(s["stop"], s["chain"], File(**s["file"])) for s in value["segments"]),
+            tuple(Segment(int(s["stop"]), str(s["chain"]), File(**s["file"])) for s in value["segments"]),
         )
 
 

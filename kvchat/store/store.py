@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Stored:
     @property
     def begun(self) -> bool:
         """Whether anything of it counts: a folder without a manifest is what a killed process left."""
-        return (self.folder / NAME).exists()
+        return os.path.lexists(self.folder / NAME)
 
     def documents(self) -> tuple[Document, ...]:
         """The texts that were read, with their spans: citations need no source file. Raises Unusable."""
@@ -99,13 +100,13 @@ class Store:
             return False
         return True
 
-    def make_room(self, needed: int = 0, keep: str = "") -> list[Stored]:
+    def make_room(self, needed: int = 0, keep: Collection[Path] = ()) -> list[Stored]:
         """Remove the least recently used caches until `needed` more bytes stay within `max_bytes`; returns those."""
         gone = []
         for stored in self.shelf():
             if self.bytes + needed <= self.max_bytes:
                 break
-            if stored.id != keep and self.remove(stored):
+            if stored.folder not in keep and self.remove(stored):
                 gone.append(stored)
         return gone
 

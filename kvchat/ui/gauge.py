@@ -18,6 +18,7 @@ from kvchat.ui.screen import Screen
 
 REDRAWS_A_SECOND = 4
 BAR = 24
+WIDTH = 64  # columns that the gauge needs
 
 
 def summary(usage: Usage) -> str:
@@ -37,7 +38,7 @@ def watch(usages: Generator[Usage], total: int, screen: Screen, free: Callable[[
     if screen.quiet:
         steps = meter.steps(usages)
     else:
-        steps = (_live if screen.fancy else _lines)(meter, usages, screen)
+        steps = (_live if screen.fancy and screen.console.width >= WIDTH else _lines)(meter, usages, screen)
     with Interrupt() as interrupt, closing(usages), closing(steps):
         for usage in steps:
             if interrupt.requested and usage.tokens < total:
