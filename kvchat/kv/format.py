@@ -126,7 +126,7 @@ def _kivi(bits: int) -> KVFormat:
 
 
 def _kvchat(name: str, shares: tuple[tuple[int, int], ...], value_bits: int) -> KVFormat:
-    """kvchat's own: what measured best at about 3.3 and 2.3 true bits (benchmarks/FIDELITY.md)."""
+    """kvchat's own: what measured best at about 3.3 and 2.3 true bits (benchmarks/fidelity.py)."""
     return KVFormat(name, Ranked(shares), Rotated(value_bits), sink=4, pre_rope=True)
 
 
