@@ -24,7 +24,7 @@ from torch import Tensor
 LOG2E = tl.constexpr(math.log2(math.e))
 KEY_SHIFT = tl.constexpr(2)
 """Folded queries are multiplied by 2**KEY_SHIFT, so that few of them are subnormal."""
-WEIGHT_SHIFT = tl.constexpr(4)
+SLACK = tl.constexpr(4)
 """Softmax weights are at most 2**WEIGHT_SHIFT in float16, for the same reason."""
 
 
@@ -53,20 +53,35 @@ def plan(bits: int, head_dim: int, rows: int, length: int, group: int, kv_heads:
 
 
 @triton.jit
-def _bytes(codes, rows, j, inside, N: tl.constexpr, BITS: tl.constexpr):
-    """Bytes `j` of rows at `rows`, as int16: of the plane of 2 or 4 bits, and of the third bits moved left of it."""
-    low = tl.load(codes + (rows + j), mask=inside, other=0).to(tl.int16)
-    if BITS == 3:
-        half: tl.constexpr = N // 2
-        third = tl.load(codes + (rows + N + j % half), mask=inside, other=0).to(tl.int16)
-        return low, third << (2 - j // half).to(tl.int16)
+def _read(pointers, inside, ALL: tl.constexpr):
+    if ALL:
+        return tl.load(pointers)
     else:
-        return low, low
+        return tl.load(pointers, mask=inside, other=0)
+
+
+def _ptx(bits: int, odd: int) -> str:
+    """The fields of two int16 words in one register: the words, third bits and where those go one bit further."""
+    fields, width = (2, 4) if bits == 4 else (4, 2)
+    words, third, further = (f"${fields + i}" for i in range(3))
+    lines = ["{ .reg .b32 a, b, c;", f"shr.b32 a, {words}, {8 * odd};"]
+    if bits == 3:
+        lines += [f"shl.b32 b, {third}, 1;", f"shl.b32 c, {third}, 2;", f"lop3.b32 b, b, c, {further}, 0xd8;"]
+        lines += [f"shr.b32 b, b, {8 * odd};"]
+    for f in range(fields):
+        mask = (2**width - 1) << (width * f)
+        lines += [f"and.b32 ${f}, a, {mask * 65537:#x};"]
+        if bits == 3:
+            lines += [f"lop3.b32 ${f}, b, {4 * 4**f * 65537:#x}, ${f}, 0xea;"]
+    return " ".join([*lines, "}"])
+
+
+PTX = {(bits, odd): tl.constexpr(_ptx(bits, odd)) for bits in (2, 3, 4) for odd in (0, 1)}
+PTX2, PTX2_ODD, PTX3, PTX3_ODD, PTX4, PTX4_ODD = PTX.values()
 
 
 @triton.jit
-def _field(low, third, f: tl.constexpr, BITS: tl.constexpr):
-    """Codes of field `f`, each times 2**(width * f - 24), as float16."""
+def _masked(low, third, f: tl.constexpr, BITS: tl.constexpr):
     if BITS == 4:
         x = low & (15 << (4 * f))
     elif BITS == 2:
@@ -74,6 +89,59 @@ def _field(low, third, f: tl.constexpr, BITS: tl.constexpr):
     else:
         x = (low & (3 << (2 * f))) | (third & (4 << (2 * f)))
     return x.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fields(low, third, further, ODD: tl.constexpr, BITS: tl.constexpr, IN_PTX: tl.constexpr):
+    """The fields of the first or second byte of int16 words, a tuple of float16: codes times 2**(width * f - 24).
+
+    third: words of the plane of third bits, moved left by one bit, or two where `further` is -1.
+    IN_PTX: two words at a time in one register; the compiler takes every word by itself.
+    """
+    if IN_PTX and BITS == 4:
+        return tl.inline_asm_elementwise(
+            PTX4_ODD if ODD else PTX4, "=r,=r,r", [low], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif IN_PTX and BITS == 2:
+        return tl.inline_asm_elementwise(
+            PTX2_ODD if ODD else PTX2, "=r,=r,=r,=r,r", [low],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif IN_PTX:
+        return tl.inline_asm_elementwise(
+            PTX3_ODD if ODD else PTX3, "=&r,=&r,=&r,=&r,r,r,r", [low, third, tl.broadcast_to(further, low.shape)],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        lifted = third
+        if BITS == 3:
+            lifted = (third.to(tl.int32) << (1 - further)) >> (8 * ODD)
+        word = low.to(tl.int32) >> (8 * ODD)
+        if BITS == 4:
+            return _masked(word, lifted, 0, BITS), _masked(word, lifted, 1, BITS)
+        else:
+            return (
+                _masked(word, lifted, 0, BITS),
+                _masked(word, lifted, 1, BITS),
+                _masked(word, lifted, 2, BITS),
+                _masked(word, lifted, 3, BITS),
+            )
+
+
+@triton.jit
+def _words(codes, j, inside, N: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr):
+    """int16 words `j` of rows at `codes`: of the plane of 2 or 4 bits, and of the third bits."""
+    low = _read(codes + j, inside, ALL)
+    if BITS == 3:
+        return low, _read(codes + (N // 2 + j % (N // 4)), inside, ALL)
+    else:
+        return low, low
+
+
+@triton.jit
+def _halves(pairs, ODD: tl.constexpr):
+    """Numbers of float16 out of pairs of them in int32."""
+    return (pairs >> (16 * ODD)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -119,9 +187,12 @@ def _attend(
     SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    K_HALVES: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     V_WIDTH: tl.constexpr,
     V_COLUMNS: tl.constexpr,
+    Z_COLUMNS: tl.constexpr,
+    IN_PTX: tl.constexpr,
 ):
     K_W: tl.constexpr = 4 if K_BITS == 4 else 2  # bits of a field
     V_W: tl.constexpr = 4 if V_BITS == 4 else 2
@@ -129,6 +200,7 @@ def _attend(
     V_FIELDS: tl.constexpr = 8 // V_W
     K_N: tl.constexpr = D // K_FIELDS  # bytes of a plane, channels of a field
     V_N: tl.constexpr = D // V_FIELDS
+    K_WORDS: tl.constexpr = K_N // K_HALVES  # columns of a product
     V_BLOCKS: tl.constexpr = V_N // V_WIDTH
     V_GROUPS: tl.constexpr = (D + V_GROUP - 1) // V_GROUP
 
@@ -140,28 +212,39 @@ def _attend(
 
     # query rows in units of a power of two that lets float16 hold them times any scale
     jk = tl.arange(0, K_COLUMNS)
-    in_k = jk < K_N
+    word = jk % (K_N // 2)
+    in_k = jk < K_WORDS
+    K_ALL: tl.constexpr = K_COLUMNS == K_WORDS
+    q_channel = 2 * word + jk // (K_N // 2)  # of the first field
+    in_q = present[:, None] & in_k[None, :]
     top = tl.full([BLOCK_M], 1e-30, tl.float32)
-    for f in tl.static_range(K_FIELDS):
-        raw = tl.load(q_row[:, None] + (f * K_N + jk)[None, :], mask=present[:, None] & in_k[None, :], other=0.0)
+    for r in tl.static_range(K_FIELDS * K_HALVES):
+        c = q_channel + (r // K_HALVES * K_N + r % K_HALVES)
+        raw = tl.load(q_row[:, None] + c[None, :], mask=in_q, other=0.0)
         top = tl.maximum(top, tl.max(tl.abs(raw.to(tl.float32)), 1))
     unit = tl.exp2(tl.ceil(tl.log2(top)) - 2)
+    one = (jk[:, None] == jk[None, :]).to(tl.float16)
     q = ()
-    for f in tl.static_range(K_FIELDS):
-        raw = tl.load(q_row[:, None] + (f * K_N + jk)[None, :], mask=present[:, None] & in_k[None, :], other=0.0)
-        q = q + ((raw.to(tl.float32) / unit[:, None]).to(tl.float16),)
+    for r in tl.static_range(K_FIELDS * K_HALVES):
+        c = q_channel + (r // K_HALVES * K_N + r % K_HALVES)
+        raw = tl.load(q_row[:, None] + c[None, :], mask=in_q, other=0.0)
+        # times one: a product's result lies in registers just as the next product wants it
+        q = q + (tl.dot((raw.to(tl.float32) / unit[:, None]).to(tl.float16), one).to(tl.float16),)
     factor = unit * scaling
 
     jv = tl.arange(0, V_COLUMNS)
-    in_v = jv < V_WIDTH
-    g8 = tl.arange(0, 8)
+    in_v = jv < V_WIDTH // 2
+    zg = tl.arange(0, Z_COLUMNS)
     tokens = tl.arange(0, BLOCK_N)
     acc = ()
-    for _r in tl.static_range(V_BLOCKS * V_FIELDS):
+    for _r in tl.static_range(2 * V_BLOCKS * V_FIELDS):
         acc = acc + (tl.zeros([BLOCK_M, V_COLUMNS], tl.float32),)
-    zacc = tl.zeros([BLOCK_M, 8], tl.float32)
+    zacc = tl.zeros([BLOCK_M, Z_COLUMNS], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    k_further = tl.where(word < K_N // 4, -1, 0).to(tl.int16)[:, None]
+    V_ALL: tl.constexpr = V_COLUMNS * 2 == V_WIDTH
+    k_up = (8 * (jk // (K_N // 2))).to(tl.int16)[:, None]
+    limit = tl.full([BLOCK_N], 4094.0, tl.float16)
 
     k_codes += head * k_head
     k_scale += head * ks_head
@@ -173,98 +256,111 @@ def _attend(
     for step in range(0, tl.minimum(length - begin, split).to(tl.int32), BLOCK_N):
         at = begin + step
         group = at // K_GROUP
-        low, third = _bytes(
-            k_codes + at * k_row, (tokens * k_row)[None, :], jk[:, None], in_k[:, None], K_N, K_BITS
-        )
+        k_here = k_codes + at * k_row + (tokens * k_row)[None, :]
+        low, third = _words(k_here, word[:, None], in_k[:, None], K_N, K_BITS, K_ALL)
+        if K_HALVES == 1:
+            low, third = low >> k_up, third >> k_up
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        shift = tl.zeros([BLOCK_M, 8], tl.float32)
+        for odd in tl.static_range(K_HALVES):
+            fields = _fields(low, third, k_further, odd, K_BITS, IN_PTX)
+            if ROPE:
+                for f in tl.static_range(K_FIELDS // 2):
+                    first, second = q[f * K_HALVES + odd], q[(f + K_FIELDS // 2) * K_HALVES + odd]
+                    c = q_channel + (f * K_N + odd)
+                    low_scale = k_scale + group * ks_row + c
+                    low_zero = k_zero + group * kz_row + c
+                    x = _dequantize(fields[f], low_scale, low_zero, in_k, K_W * f)
+                    y = _dequantize(
+                        fields[f + K_FIELDS // 2], low_scale + D // 2, low_zero + D // 2, in_k, K_W * (f + K_FIELDS // 2)
+                    )
+                    angle = (at + tokens)[None, :] * rope_row + c[:, None]
+                    turned = x * tl.load(cos + angle, mask=in_k[:, None], other=0.0)
+                    turned -= y * tl.load(sin + angle, mask=in_k[:, None], other=0.0)
+                    scores = tl.dot(first, turned.to(tl.float16), scores)
+                    turned = y * tl.load(cos + angle + D // 2, mask=in_k[:, None], other=0.0)
+                    turned += x * tl.load(sin + angle + D // 2, mask=in_k[:, None], other=0.0)
+                    scores = tl.dot(second, turned.to(tl.float16), scores)
+            else:
+                for f in tl.static_range(K_FIELDS):
+                    c = q_channel + (f * K_N + odd)
+                    scale = _read(k_scale + group * ks_row + c, in_k, K_ALL)
+                    zero = _read(k_zero + group * kz_row + c, in_k, K_ALL)
+                    scale *= tl.full([K_COLUMNS], 2.0 ** (KEY_SHIFT - K_W * f), tl.float16)
+                    scores = tl.dot(q[f * K_HALVES + odd] * scale[None, :], fields[f], scores)
+                    # eight equal columns: a tensor core is quicker than a sum across lanes
+                    shift = tl.dot(q[f * K_HALVES + odd], tl.broadcast_to(zero[:, None], [K_COLUMNS, 8]), shift)
         if ROPE:
-            angle = (at + tokens)[None, :] * rope_row + jk[:, None]
-            for f in tl.static_range(K_FIELDS // 2):
-                first = _dequantize(low, third, f, group, k_scale, ks_row, k_zero, kz_row, jk, in_k, K_N, K_W, K_BITS)
-                second = _dequantize(
-                    low, third, f + K_FIELDS // 2, group, k_scale, ks_row, k_zero, kz_row, jk, in_k, K_N, K_W, K_BITS
-                )
-                a, b = angle + f * K_N, angle + (f * K_N + D // 2)
-                turned = first * tl.load(cos + a, mask=in_k[:, None], other=0.0)
-                turned -= second * tl.load(sin + a, mask=in_k[:, None], other=0.0)
-                scores = tl.dot(q[f], turned.to(tl.float16), scores)
-                turned = second * tl.load(cos + b, mask=in_k[:, None], other=0.0)
-                turned += first * tl.load(sin + b, mask=in_k[:, None], other=0.0)
-                scores = tl.dot(q[f + K_FIELDS // 2], turned.to(tl.float16), scores)
             scores *= factor[:, None]
         else:
-            shift = tl.zeros([BLOCK_M, 8], tl.float32)
-            for f in tl.static_range(K_FIELDS):
-                c = f * K_N + jk
-                scale = tl.load(k_scale + group * ks_row + c, mask=in_k, other=0.0)
-                zero = tl.load(k_zero + group * kz_row + c, mask=in_k, other=0.0)
-                folded = q[f] * (scale * 2.0 ** (KEY_SHIFT - K_W * f)).to(tl.float16)[None, :]
-                scores = tl.dot(folded, _field(low, third, f, K_BITS), scores)
-                # eight equal columns: a tensor core is quicker than a sum across lanes
-                shift = tl.dot(q[f], tl.broadcast_to(zero[:, None], [K_COLUMNS, 8]), shift)
             scores = scores * (factor * 2.0 ** (24 - KEY_SHIFT))[:, None] + (tl.max(shift, 1) * factor)[:, None]
         if SOFTCAP:
             scores = softcap - 2 * softcap / (1 + tl.exp2(scores))  # tanh
 
-        new = tl.maximum(high, tl.max(scores, 1))
-        fade = tl.exp2(high - new)
-        high = new
-        p = tl.exp2(scores - (new - WEIGHT_SHIFT)[:, None])
-        total = total * fade + tl.sum(p, 1)
+        peak = tl.max(scores, 1)
+        if tl.max(peak - high, 0) > SLACK:
+            new = tl.maximum(high, peak)
+            fade = tl.exp2(high - new)[:, None]
+            high = new
+            zacc *= fade
+            faded = ()
+            for r in tl.static_range(2 * V_BLOCKS * V_FIELDS):
+                faded = faded + (acc[r] * fade,)
+            acc = faded
+        p = tl.exp2(scores - high[:, None]).to(tl.float16)
         zeros = tl.load(
-            v_zero + (at + tokens)[:, None] * vz_row + g8[None, :], mask=g8[None, :] < V_GROUPS, other=0.0
+            v_zero + (at + tokens)[:, None] * vz_row + zg[None, :], mask=zg[None, :] < V_GROUPS, other=1.0
         )
-        zacc = tl.dot(p.to(tl.float16), zeros, zacc * fade[:, None])
+        zacc = tl.dot(p, zeros, zacc)
         weights = ()
         for g in tl.static_range(V_GROUPS):
-            scale = tl.load(v_scale + (at + tokens) * vs_row + g).to(tl.float32)
-            weights = weights + ((p * tl.minimum(scale, 4094.0)[None, :]).to(tl.float16),)
+            scale = tl.load(v_scale + (at + tokens) * vs_row + g)
+            weights = weights + (p * tl.minimum(scale, limit)[None, :],)
         fresh = ()
+        v_here = v_codes + at * v_row + (tokens * v_row)[:, None]
         for b in tl.static_range(V_BLOCKS):
-            low, third = _bytes(
-                v_codes + at * v_row, (tokens * v_row)[:, None], (b * V_WIDTH + jv)[None, :], in_v[None, :], V_N, V_BITS
-            )
-            for f in tl.static_range(V_FIELDS):
-                x = _field(low, third, f, V_BITS)
-                a = acc[b * V_FIELDS + f] * fade[:, None]
-                fresh = fresh + (_weigh(a, weights, x, jv, f * V_N + b * V_WIDTH, V_WIDTH, V_GROUP),)
+            low, third = _words(v_here, (b * (V_WIDTH // 2) + jv)[None, :], in_v[None, :], V_N, V_BITS, V_ALL)
+            further = tl.where(b * (V_WIDTH // 2) + jv < V_N // 4, -1, 0).to(tl.int16)[None, :]
+            for odd in tl.static_range(2):
+                fields = _fields(low, third, further, odd, V_BITS, IN_PTX)
+                for f in tl.static_range(V_FIELDS):
+                    a = acc[(b * 2 + odd) * V_FIELDS + f]
+                    fresh = fresh + (_weigh(a, weights, fields[f], 2 * jv + odd, f * V_N + b * V_WIDTH, V_WIDTH, V_GROUP),)
         acc = fresh
 
     parts = tl.num_programs(0)
     place = (q_heads * count + rows % count) * parts + part
+    total = tl.sum(tl.where(zg[None, :] == V_GROUPS, zacc, 0.0), 1)
     for b in tl.static_range(V_BLOCKS):
-        for f in tl.static_range(V_FIELDS):
-            c = f * V_N + b * V_WIDTH + jv
-            a = acc[b * V_FIELDS + f] * 2.0 ** (24 - V_W * f)
-            for g in tl.static_range(V_GROUPS):
-                zero = tl.sum(tl.where(g8[None, :] == g, zacc, 0.0), 1)
-                a += tl.where((c // V_GROUP == g)[None, :], zero[:, None], 0.0)
-            inside = present[:, None] & in_v[None, :]
-            tl.store(out + place[:, None] * D + c[None, :], a / total[:, None], mask=inside)
-    tl.store(lse + place, (high + tl.log2(total) - WEIGHT_SHIFT) / LOG2E, mask=present)
+        for odd in tl.static_range(2):
+            for f in tl.static_range(V_FIELDS):
+                c = f * V_N + b * V_WIDTH + 2 * jv + odd
+                a = acc[(b * 2 + odd) * V_FIELDS + f] * 2.0 ** (24 - V_W * f)
+                for g in tl.static_range(V_GROUPS):
+                    zero = tl.sum(tl.where(zg[None, :] == g, zacc, 0.0), 1)
+                    a += tl.where((c // V_GROUP == g)[None, :], zero[:, None], 0.0)
+                inside = present[:, None] & in_v[None, :]
+                tl.store(out + place[:, None] * D + c[None, :], a / total[:, None], mask=inside)
+    tl.store(lse + place, (high + tl.log2(total)) / LOG2E, mask=present)
 
 
 @triton.jit
-def _weigh(acc, weights, x, jv, C0: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+def _weigh(acc, weights, x, column, C0: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
     """Add to `acc` the tokens' codes `x` of channels C0 .. C0 + WIDTH, weighted for the group that each channel is in."""
     if C0 // GROUP == (C0 + WIDTH - 1) // GROUP:
         acc = tl.dot(weights[C0 // GROUP], x, acc)
     else:
         for g in tl.static_range(C0 // GROUP, (C0 + WIDTH - 1) // GROUP + 1):
-            acc = tl.dot(weights[g], tl.where(((C0 + jv) // GROUP == g)[None, :], x, 0.0), acc)
+            acc = tl.dot(weights[g], tl.where(((C0 + column) // GROUP == g)[None, :], x, 0.0), acc)
     return acc
 
 
 @triton.jit
-def _dequantize(
-    low, third, f: tl.constexpr, group, k_scale, ks_row, k_zero, kz_row, jk, in_k,
-    K_N: tl.constexpr, K_W: tl.constexpr, K_BITS: tl.constexpr,
-):  # fmt: skip
-    """Keys of field `f`, [channels, tokens] float32."""
-    c = f * K_N + jk
-    scale = tl.load(k_scale + group * ks_row + c, mask=in_k, other=0.0).to(tl.float32) * 2.0 ** (24 - K_W * f)
-    zero = tl.load(k_zero + group * kz_row + c, mask=in_k, other=0.0).to(tl.float32)
-    return _field(low, third, f, K_BITS).to(tl.float32) * scale[:, None] + zero[:, None]
+def _dequantize(codes, scale, zero, inside, SHIFT: tl.constexpr):
+    """Keys [channels, tokens] of a field in float32; scale and zero are pointers, [channels]."""
+    s = tl.load(scale, mask=inside, other=0.0).to(tl.float32) * 2.0 ** (24 - SHIFT)
+    z = tl.load(zero, mask=inside, other=0.0).to(tl.float32)
+    return codes.to(tl.float32) * s[:, None] + z[:, None]
 
 
 @triton.jit
@@ -292,6 +388,20 @@ def _join(parts_out, parts_lse, out, lse, parts, D: tl.constexpr, COLUMNS: tl.co
     tl.store(lse + row, high + tl.log(total))
 
 
+def _shapes(key_bits: int, value_bits: int, dim: int, group: int) -> dict[str, int]:
+    """Columns of the products: of keys at least 16 (both bytes of a word side by side, if need be), of values one group."""
+    k_n, v_n = (dim * (4 if bits == 4 else 2) // 8 for bits in (key_bits, value_bits))
+    halves = 2 if k_n >= 32 else 1
+    width = group if v_n > group and v_n % group == 0 else v_n
+    return {
+        "K_HALVES": halves,
+        "K_COLUMNS": triton.next_power_of_2(k_n // halves),
+        "V_WIDTH": width,
+        "V_COLUMNS": triton.next_power_of_2(max(8, width // 2)),
+        "Z_COLUMNS": triton.next_power_of_2(max(8, math.ceil(dim / group) + 1)),
+    }
+
+
 def attention_packed(
     query: Tensor,
     key: Packed,
@@ -310,8 +420,8 @@ def attention_packed(
             torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
         )
         cut = plan(max(key.bits, value.bits), dim, share * count, length, key.group, kv_heads, processors)
-    v_n = dim * (4 if value.bits == 4 else 2) // 8
-    v_width = value.group if v_n > value.group and v_n % value.group == 0 else v_n
+    shapes = _shapes(key.bits, value.bits, dim, value.group)
+    k_codes, v_codes = key.codes.view(torch.int16), value.codes.view(torch.int16)
     parts = math.ceil(length / cut.split)
     new: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     out, lse = torch.empty(heads, count, parts, dim, **new), torch.empty(heads, count, parts, **new)
@@ -319,14 +429,13 @@ def attention_packed(
     log2e = math.log2(math.e)
     scaling, softcap_ = (scaling * log2e, 0.0) if softcap is None else (2 * scaling * log2e / softcap, softcap * log2e)
     _attend[(parts, math.ceil(share * count / cut.block_m), kv_heads)](
-        query, key.codes, key.scale, key.zero, value.codes, value.scale, value.zero, cos, sin, out, lse,
-        *query.stride()[:2], *key.codes.stride()[:2], *key.scale.stride()[:2], *key.zero.stride()[:2],
-        *value.codes.stride()[:2], *value.scale.stride()[:2], *value.zero.stride()[:2], cos.stride(0),
+        query, k_codes, key.scale, key.zero, v_codes, value.scale, value.zero, cos, sin, out, lse,
+        *query.stride()[:2], *k_codes.stride()[:2], *key.scale.stride()[:2], *key.zero.stride()[:2],
+        *v_codes.stride()[:2], *value.scale.stride()[:2], *value.zero.stride()[:2], cos.stride(0),
         count, share, length, cut.split, scaling, softcap_,
         D=dim, K_BITS=key.bits, V_BITS=value.bits, K_GROUP=key.group, V_GROUP=value.group,
         ROPE=rope is not None, SOFTCAP=softcap is not None, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
-        K_COLUMNS=triton.next_power_of_2(max(16, dim * (4 if key.bits == 4 else 2) // 8)),
-        V_WIDTH=v_width, V_COLUMNS=triton.next_power_of_2(max(16, v_width)),
+        **shapes, IN_PTX=query.is_cuda,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if parts == 1:
