@@ -12,6 +12,7 @@ What keeps the work an element small, since at 2 bits the arithmetic is the limi
   one number a query row. A token's value scale is multiplied into its weight, and the zeros are a product of their own.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -160,13 +161,11 @@ def _attend(
     q_head,
     q_token,
     k_head,
-    k_row,
     ks_head,
     ks_row,
     kz_head,
     kz_row,
     v_head,
-    v_row,
     vs_head,
     vs_row,
     vz_head,
@@ -187,6 +186,8 @@ def _attend(
     SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
     K_HALVES: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     V_WIDTH: tl.constexpr,
@@ -255,8 +256,9 @@ def _attend(
     begin = part.to(tl.int64) * split
     for step in range(0, tl.minimum(length - begin, split).to(tl.int32), BLOCK_N):
         at = begin + step
-        group = at // K_GROUP
-        k_here = k_codes + at * k_row + (tokens * k_row)[None, :]
+        ks_here = k_scale + at // K_GROUP * ks_row
+        kz_here = k_zero + at // K_GROUP * kz_row
+        k_here = k_codes + at * K_ROW + (tokens * K_ROW)[None, :]
         low, third = _words(k_here, word[:, None], in_k[:, None], K_N, K_BITS, K_ALL)
         if K_HALVES == 1:
             low, third = low >> k_up, third >> k_up
@@ -268,8 +270,7 @@ def _attend(
                 for f in tl.static_range(K_FIELDS // 2):
                     first, second = q[f * K_HALVES + odd], q[(f + K_FIELDS // 2) * K_HALVES + odd]
                     c = q_channel + (f * K_N + odd)
-                    low_scale = k_scale + group * ks_row + c
-                    low_zero = k_zero + group * kz_row + c
+                    low_scale, low_zero = ks_here + c, kz_here + c
                     x = _dequantize(fields[f], low_scale, low_zero, in_k, K_W * f)
                     y = _dequantize(
                         fields[f + K_FIELDS // 2], low_scale + D // 2, low_zero + D // 2, in_k, K_W * (f + K_FIELDS // 2)
@@ -284,8 +285,8 @@ def _attend(
             else:
                 for f in tl.static_range(K_FIELDS):
                     c = q_channel + (f * K_N + odd)
-                    scale = _read(k_scale + group * ks_row + c, in_k, K_ALL)
-                    zero = _read(k_zero + group * kz_row + c, in_k, K_ALL)
+                    scale = _read(ks_here + c, in_k, K_ALL)
+                    zero = _read(kz_here + c, in_k, K_ALL)
                     scale *= tl.full([K_COLUMNS], 2.0 ** (KEY_SHIFT - K_W * f), tl.float16)
                     scores = tl.dot(q[f * K_HALVES + odd] * scale[None, :], fields[f], scores)
                     # eight equal columns: a tensor core is quicker than a sum across lanes
@@ -308,16 +309,16 @@ def _attend(
                 faded = faded + (acc[r] * fade,)
             acc = faded
         p = tl.exp2(scores - high[:, None]).to(tl.float16)
-        zeros = tl.load(
-            v_zero + (at + tokens)[:, None] * vz_row + zg[None, :], mask=zg[None, :] < V_GROUPS, other=1.0
-        )
+        # a column of ones behind the groups' zeros sums the weights
+        z_here = v_zero + at * vz_row + ((tokens * vz_row)[:, None] + zg[None, :])
+        zeros = tl.load(z_here, mask=zg[None, :] < V_GROUPS, other=1.0)
         zacc = tl.dot(p, zeros, zacc)
         weights = ()
         for g in tl.static_range(V_GROUPS):
-            scale = tl.load(v_scale + (at + tokens) * vs_row + g)
+            scale = tl.load(v_scale + at * vs_row + (tokens * vs_row + g))
             weights = weights + (p * tl.minimum(scale, limit)[None, :],)
         fresh = ()
-        v_here = v_codes + at * v_row + (tokens * v_row)[:, None]
+        v_here = v_codes + at * V_ROW + (tokens * V_ROW)[:, None]
         for b in tl.static_range(V_BLOCKS):
             low, third = _words(v_here, (b * (V_WIDTH // 2) + jv)[None, :], in_v[None, :], V_N, V_BITS, V_ALL)
             further = tl.where(b * (V_WIDTH // 2) + jv < V_N // 4, -1, 0).to(tl.int16)[None, :]
@@ -388,6 +389,15 @@ def _join(parts_out, parts_lse, out, lse, parts, D: tl.constexpr, COLUMNS: tl.co
     tl.store(lse + row, high + tl.log(total))
 
 
+COMPILED = isinstance(_attend, triton.JITFunction)
+"""False in Triton's interpreter, which knows no PTX."""
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def _shapes(key_bits: int, value_bits: int, dim: int, group: int) -> dict[str, int]:
     """Columns of the products: of keys at least 16 (both bytes of a word side by side, if need be), of values one group."""
     k_n, v_n = (dim * (4 if bits == 4 else 2) // 8 for bits in (key_bits, value_bits))
@@ -410,16 +420,11 @@ def attention_packed(
     *,
     rope: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
-    cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, count, dim = query.shape
     kv_heads, length, _ = key.codes.shape
     share = heads // kv_heads
-    if cut is None:
-        processors = (
-            torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
-        )
-        cut = plan(max(key.bits, value.bits), dim, share * count, length, key.group, kv_heads, processors)
+    cut = plan(max(key.bits, value.bits), dim, share * count, length, key.group, kv_heads, _processors(query.device))
     shapes = _shapes(key.bits, value.bits, dim, value.group)
     k_codes, v_codes = key.codes.view(torch.int16), value.codes.view(torch.int16)
     parts = math.ceil(length / cut.split)
@@ -430,12 +435,12 @@ def attention_packed(
     scaling, softcap_ = (scaling * log2e, 0.0) if softcap is None else (2 * scaling * log2e / softcap, softcap * log2e)
     _attend[(parts, math.ceil(share * count / cut.block_m), kv_heads)](
         query, k_codes, key.scale, key.zero, v_codes, value.scale, value.zero, cos, sin, out, lse,
-        *query.stride()[:2], *k_codes.stride()[:2], *key.scale.stride()[:2], *key.zero.stride()[:2],
-        *v_codes.stride()[:2], *value.scale.stride()[:2], *value.zero.stride()[:2], cos.stride(0),
+        *query.stride()[:2], k_codes.stride(0), *key.scale.stride()[:2], *key.zero.stride()[:2],
+        v_codes.stride(0), *value.scale.stride()[:2], *value.zero.stride()[:2], cos.stride(0),
         count, share, length, cut.split, scaling, softcap_,
         D=dim, K_BITS=key.bits, V_BITS=value.bits, K_GROUP=key.group, V_GROUP=value.group,
         ROPE=rope is not None, SOFTCAP=softcap is not None, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
-        **shapes, IN_PTX=query.is_cuda,
+        K_ROW=k_codes.stride(1), V_ROW=v_codes.stride(1), **shapes, IN_PTX=COMPILED,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if parts == 1:

@@ -8,6 +8,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost, and they would vary the sums
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRITON_INTERPRET"] = "1"  # the GPU's kernels run on the CPU; read when triton is first imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
