@@ -91,7 +91,10 @@ def exact(query: Tensor, key: Packed, value: Packed, scaling: float) -> tuple[Te
         tensors = []
         for p in (key, value):
             rows = p.group if p.axis == "channel" else 1
-            parts = (p.codes[:, start : start + chunk], *(t[:, start // rows : (start + chunk) // rows] for t in p[1:3]))
+            parts = (
+                p.codes[:, start : start + chunk],
+                *(t[:, start // rows : (start + chunk) // rows] for t in p[1:3]),
+            )
             tensors.append(torch_pack.dequantize(*parts, p.bits, p.axis, p.group, torch.float32).double())
         scores = q @ tensors[0].transpose(1, 2) * scaling
         lse = scores.logsumexp(-1)
@@ -110,7 +113,9 @@ def errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[f
     )
 
 
-def dense_arrangements(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
+def dense_arrangements(
+    query: Tensor, key: Tensor, value: Tensor
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Ways to ask torch for the attention of one query token [Hq, 1, D] over fp16 keys and values [Hkv, S, D]."""
     heads, _, dim = query.shape
     kv_heads, length, _ = key.shape
@@ -144,7 +149,9 @@ def dense_arrangements(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tu
 def best_dense(heads: int, kv_heads: int, dim: int, length: int) -> tuple[float, str]:
     """Microseconds of the quickest fp16 attention, and which it is."""
     query = torch.randn(heads, 1, dim, device="cuda", dtype=torch.float16)
-    key, value = (torch.empty(kv_heads, length, dim, device="cuda", dtype=torch.float16).normal_() for _ in range(2))
+    key, value = (
+        torch.empty(kv_heads, length, dim, device="cuda", dtype=torch.float16).normal_() for _ in range(2)
+    )
     best = (math.inf, "none ran")
     for name, call in dense_arrangements(query, key, value):
         try:
@@ -154,7 +161,9 @@ def best_dense(heads: int, kv_heads: int, dim: int, length: int) -> tuple[float,
     return best
 
 
-def case(name: str, length: int, bits: int, group: int) -> tuple[Callable[[], tuple[Tensor, Tensor]], Tensor, Packed, Packed]:
+def case(
+    name: str, length: int, bits: int, group: int
+) -> tuple[Callable[[], tuple[Tensor, Tensor]], Tensor, Packed, Packed]:
     heads, kv_heads, dim = SHAPES[name]
     torch.manual_seed(0)
     query = torch.randn(heads, 1, dim, device="cuda").to(torch.bfloat16)
@@ -165,8 +174,12 @@ def case(name: str, length: int, bits: int, group: int) -> tuple[Callable[[], tu
 
 def table(options: argparse.Namespace) -> bool:
     bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, group {options.group}, copy {bandwidth / 1e12:.2f} TB/s")
-    print("us: one decode step of one layer; fp16: the best arrangement; limit: bytes of fp16 over bytes packed")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, group {options.group}, copy {bandwidth / 1e12:.2f} TB/s"
+    )
+    print(
+        "us: one decode step of one layer; fp16: the best arrangement; limit: bytes of fp16 over bytes packed"
+    )
     print(
         f"{'shape':14} {'tokens':>8} {'bits':>4} {'us':>9} {'fp16 us':>9} {'faster':>7} {'limit':>6} {'of copy':>8} "
         f"{'host us':>8} {'output':>8} {'lse':>8}  fp16 by"
@@ -196,8 +209,21 @@ def table(options: argparse.Namespace) -> bool:
                 f"{share:8.0%} {host:8.0f} {off[0]:8.1e} {off[1]:8.1e}  {how}{'' if right else '  WRONG'}",
                 flush=True,
             )
-            line = {"shape": name, "tokens": length, "bits": bits, "group": options.group, "us": us, "fp16_us": dense}
-            line |= {"fp16_by": how, "bytes": total, "of_copy": share, "host_us": host, "output_error": off[0]}
+            line = {
+                "shape": name,
+                "tokens": length,
+                "bits": bits,
+                "group": options.group,
+                "us": us,
+                "fp16_us": dense,
+            }
+            line |= {
+                "fp16_by": how,
+                "bytes": total,
+                "of_copy": share,
+                "host_us": host,
+                "output_error": off[0],
+            }
             lines.append(line | {"lse_error": off[1], "right": right})
             del call, query, key, value
             torch.cuda.empty_cache()
@@ -210,11 +236,15 @@ def check_pack(options: argparse.Namespace) -> bool:
     """Packing a block gives the same bits as the torch path; how long one layer's block takes."""
     good = True
     for bits, axis in itertools.product(options.bits, ("channel", "token")):
-        x = (torch.randn(8, 2048, 128, device="cuda") * 3 + 10 * torch.randn(128, device="cuda")).to(torch.bfloat16)
+        x = (torch.randn(8, 2048, 128, device="cuda") * 3 + 10 * torch.randn(128, device="cuda")).to(
+            torch.bfloat16
+        )
         call = lambda x=x, bits=bits, axis=axis: triton_pack.quantize(x, bits, axis, options.group)  # noqa: E731
         wanted = torch_pack.quantize(x, bits, axis, options.group)
         same = all(torch.equal(got, right) for got, right in zip(call(), wanted, strict=True))
-        torch_us = microseconds(lambda x=x, bits=bits, axis=axis: torch_pack.quantize(x, bits, axis, options.group))
+        torch_us = microseconds(
+            lambda x=x, bits=bits, axis=axis: torch_pack.quantize(x, bits, axis, options.group)
+        )
         line = {"pack": axis, "bits": bits, "us": microseconds(call), "torch_us": torch_us, "right": same}
         print(json.dumps(line), flush=True)
         good &= same
@@ -237,14 +267,23 @@ def check_variants(options: argparse.Namespace) -> bool:
             wanted = _reference(query, key, value, dim**-0.5, table, softcap)
             off = errors(got, wanted)
             if not max(off) < WORST:
-                print(f"WRONG: {dim=} {count=} {rope=} {softcap=} {bits=}: output {off[0]:.1e}, lse {off[1]:.1e}")
+                print(
+                    f"WRONG: {dim=} {count=} {rope=} {softcap=} {bits=}: output {off[0]:.1e}, lse {off[1]:.1e}"
+                )
                 good = False
-    print("other head sizes, chunks, pre-RoPE, softcap, mixed bits:", "right" if good else "WRONG", flush=True)
+    print(
+        "other head sizes, chunks, pre-RoPE, softcap, mixed bits:", "right" if good else "WRONG", flush=True
+    )
     return good
 
 
 def _reference(
-    query: Tensor, key: Packed, value: Packed, scaling: float, rope: tuple[Tensor, Tensor] | None, softcap: float | None
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    scaling: float,
+    rope: tuple[Tensor, Tensor] | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     k, v = (torch_pack.dequantize(*p, torch.float32).double() for p in (key, value))
     if rope is not None:
@@ -281,7 +320,12 @@ def compile_one(job: tuple[str, int, int, Plan]) -> None:
 
 def sweep(options: argparse.Namespace) -> None:
     plan = triton_attend.plan
-    jobs = [(n, b, options.group, cut) for n in options.shapes for b in options.bits for cut in cuts(options.group)]
+    jobs = [
+        (n, b, options.group, cut)
+        for n in options.shapes
+        for b in options.bits
+        for cut in cuts(options.group)
+    ]
     started = time.perf_counter()
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs, chunksize=4))
@@ -294,7 +338,9 @@ def sweep(options: argparse.Namespace) -> None:
         _, kv_heads, _ = SHAPES[name]
         found: list[tuple[float, Plan]] = []
 
-        def measure(cut: Plan, call: Callable[[], object] = call, found: list[tuple[float, Plan]] = found) -> None:
+        def measure(
+            cut: Plan, call: Callable[[], object] = call, found: list[tuple[float, Plan]] = found
+        ) -> None:
             triton_attend.plan = lambda *_: cut  # type: ignore[assignment]
             try:
                 found.append((microseconds(call, budget=0.01), cut))
@@ -303,28 +349,39 @@ def sweep(options: argparse.Namespace) -> None:
 
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         for cut in cuts(options.group):
-            split = max(cut.block_n, length * kv_heads * cut.warps // (processors * 12) // cut.block_n * cut.block_n)
+            split = max(
+                cut.block_n, length * kv_heads * cut.warps // (processors * 12) // cut.block_n * cut.block_n
+            )
             measure(cut._replace(split=split))
         for _, cut in sorted(found)[:3]:
             for programs in (2, 4, 6, 8, 16, 24, 32):
-                split = max(1, length * kv_heads * cut.warps // (processors * programs) // cut.block_n) * cut.block_n
+                split = (
+                    max(1, length * kv_heads * cut.warps // (processors * programs) // cut.block_n)
+                    * cut.block_n
+                )
                 measure(cut._replace(split=split))
         triton_attend.plan = plan
         measured = microseconds(call)
         print(f"{name} {length} {bits} bits: plan() {measured:.1f} us; best:", flush=True)
         for us, cut in sorted(found)[:4]:
-            print(f"    {us:8.1f} us  block_n {cut.block_n} warps {cut.warps} stages {cut.stages} split {cut.split}")
+            print(
+                f"    {us:8.1f} us  block_n {cut.block_n} warps {cut.warps} stages {cut.stages} split {cut.split}"
+            )
             print(json.dumps({"shape": name, "tokens": length, "bits": bits, "us": us, **cut._asdict()}))
         del call, tensors, found
         torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--bits", nargs="+", type=int, choices=(2, 3, 4), default=(2, 3, 4))
-    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=32, help="tokens or channels that share a scale")
+    parser.add_argument(
+        "--group", type=int, choices=(32, 64, 128), default=32, help="tokens or channels that share a scale"
+    )
     parser.add_argument("--sweep", action="store_true", help="try other cuts of the work instead")
     parser.add_argument("--minutes", type=float, default=7, help="of a sweep")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile for a sweep")

@@ -39,7 +39,9 @@ class Plan(NamedTuple):
     stages: int
 
 
-def plan(bits: int, head_dim: int, rows: int, length: int, group: int, kv_heads: int, processors: int) -> Plan:
+def plan(
+    bits: int, head_dim: int, rows: int, length: int, group: int, kv_heads: int, processors: int
+) -> Plan:
     """The cut for `length` tokens and `rows` query rows a key head on a GPU of `processors` SMs; found by benchmarks/gpu.py.
 
     A tile lies within one group of tokens, so that one scaled query serves it.
@@ -273,7 +275,11 @@ def _attend(
                     low_scale, low_zero = ks_here + c, kz_here + c
                     x = _dequantize(fields[f], low_scale, low_zero, in_k, K_W * f)
                     y = _dequantize(
-                        fields[f + K_FIELDS // 2], low_scale + D // 2, low_zero + D // 2, in_k, K_W * (f + K_FIELDS // 2)
+                        fields[f + K_FIELDS // 2],
+                        low_scale + D // 2,
+                        low_zero + D // 2,
+                        in_k,
+                        K_W * (f + K_FIELDS // 2),
                     )
                     angle = (at + tokens)[None, :] * rope_row + c[:, None]
                     turned = x * tl.load(cos + angle, mask=in_k[:, None], other=0.0)
@@ -290,11 +296,15 @@ def _attend(
                     scale *= tl.full([K_COLUMNS], 2.0 ** (KEY_SHIFT - K_W * f), tl.float16)
                     scores = tl.dot(q[f * K_HALVES + odd] * scale[None, :], fields[f], scores)
                     # eight equal columns: a tensor core is quicker than a sum across lanes
-                    shift = tl.dot(q[f * K_HALVES + odd], tl.broadcast_to(zero[:, None], [K_COLUMNS, 8]), shift)
+                    shift = tl.dot(
+                        q[f * K_HALVES + odd], tl.broadcast_to(zero[:, None], [K_COLUMNS, 8]), shift
+                    )
         if ROPE:
             scores *= factor[:, None]
         else:
-            scores = scores * (factor * 2.0 ** (24 - KEY_SHIFT))[:, None] + (tl.max(shift, 1) * factor)[:, None]
+            scores = (
+                scores * (factor * 2.0 ** (24 - KEY_SHIFT))[:, None] + (tl.max(shift, 1) * factor)[:, None]
+            )
         if SOFTCAP:
             scores = softcap - 2 * softcap / (1 + tl.exp2(scores))  # tanh
 
@@ -326,7 +336,9 @@ def _attend(
                 fields = _fields(low, third, further, odd, V_BITS, IN_PTX)
                 for f in tl.static_range(V_FIELDS):
                     a = acc[(b * 2 + odd) * V_FIELDS + f]
-                    fresh = fresh + (_weigh(a, weights, fields[f], 2 * jv + odd, f * V_N + b * V_WIDTH, V_WIDTH, V_GROUP),)
+                    fresh = fresh + (
+                        _weigh(a, weights, fields[f], 2 * jv + odd, f * V_N + b * V_WIDTH, V_WIDTH, V_GROUP),
+                    )
         acc = fresh
 
     parts = tl.num_programs(0)
@@ -372,7 +384,9 @@ def _join(parts_out, parts_lse, out, lse, parts, D: tl.constexpr, COLUMNS: tl.co
     high = -float("inf")
     for start in range(0, parts, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        high = tl.maximum(high, tl.max(tl.load(parts_lse + row * parts + s, mask=s < parts, other=-float("inf")), 0))
+        high = tl.maximum(
+            high, tl.max(tl.load(parts_lse + row * parts + s, mask=s < parts, other=-float("inf")), 0)
+        )
     acc = tl.zeros([COLUMNS], tl.float32)
     total = 0.0
     for start in range(0, parts, BLOCK):
@@ -391,6 +405,11 @@ def _join(parts_out, parts_lse, out, lse, parts, D: tl.constexpr, COLUMNS: tl.co
 
 COMPILED = isinstance(_attend, triton.JITFunction)
 """False in Triton's interpreter, which knows no PTX."""
+
+
+def serves(head_dim: int) -> bool:
+    """Whether the products and the 16-bit loads come out even."""
+    return head_dim % 16 == 0 and 64 <= head_dim <= 256
 
 
 @functools.cache
@@ -424,7 +443,9 @@ def attention_packed(
     heads, count, dim = query.shape
     kv_heads, length, _ = key.codes.shape
     share = heads // kv_heads
-    cut = plan(max(key.bits, value.bits), dim, share * count, length, key.group, kv_heads, _processors(query.device))
+    cut = plan(
+        max(key.bits, value.bits), dim, share * count, length, key.group, kv_heads, _processors(query.device)
+    )
     shapes = _shapes(key.bits, value.bits, dim, value.group)
     k_codes, v_codes = key.codes.view(torch.int16), value.codes.view(torch.int16)
     parts = math.ceil(length / cut.split)
@@ -432,7 +453,9 @@ def attention_packed(
     out, lse = torch.empty(heads, count, parts, dim, **new), torch.empty(heads, count, parts, **new)
     cos, sin = rope if rope is not None else (query, query)
     log2e = math.log2(math.e)
-    scaling, softcap_ = (scaling * log2e, 0.0) if softcap is None else (2 * scaling * log2e / softcap, softcap * log2e)
+    scaling, softcap_ = (
+        (scaling * log2e, 0.0) if softcap is None else (2 * scaling * log2e / softcap, softcap * log2e)
+    )
     _attend[(parts, math.ceil(share * count / cut.block_m), kv_heads)](
         query, k_codes, key.scale, key.zero, v_codes, value.scale, value.zero, cos, sin, out, lse,
         *query.stride()[:2], k_codes.stride(0), *key.scale.stride()[:2], *key.zero.stride()[:2],
@@ -447,5 +470,7 @@ def attention_packed(
         return out[:, :, 0], lse[:, :, 0]
     joined, joined_lse = torch.empty(heads, count, dim, **new), torch.empty(heads, count, **new)
     columns = triton.next_power_of_2(dim)
-    _join[(heads * count,)](out, lse, joined, joined_lse, parts, D=dim, COLUMNS=columns, BLOCK=16, num_warps=4)
+    _join[(heads * count,)](
+        out, lse, joined, joined_lse, parts, D=dim, COLUMNS=columns, BLOCK=16, num_warps=4
+    )
     return joined, joined_lse

@@ -74,7 +74,9 @@ def _quantize(
     head = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     present = (t < tokens)[:, None]
-    x += head * x_head + tl.minimum(t, tokens - 1)[:, None] * x_token  # what is absent is read, and not stored
+    x += (
+        head * x_head + tl.minimum(t, tokens - 1)[:, None] * x_token
+    )  # what is absent is read, and not stored
     codes += (head * tokens + t)[:, None] * (D * BITS // 8)
     scales = ()
     zeros = ()

@@ -81,7 +81,6 @@ def show_machine(screen: Screen) -> None:
         ]
     )
     rows += _devices()
-    rows.append(["attention", "tile loop in torch, for every format; no fused kernel yet"])
     rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install matplotlib"])
     for name, folder in (
         ("models", places.models()),
@@ -102,10 +101,14 @@ def show_machine(screen: Screen) -> None:
 def _devices() -> list[list[str]]:
     import torch
 
+    from kvchat.kv import ops
+
     rows = [["cpu", f"{torch.get_num_threads()} threads, float32"]]
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         rows.append([f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {human(free)} of {human(total)} free"])
     if torch.backends.mps.is_available():
         rows.append(["mps", "available, float16"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows.append(["attention", f"{ops.reader(device, 128)} ({device.type})"])
     return rows

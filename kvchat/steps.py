@@ -120,6 +120,7 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
         _, tokens = count_tokens(tokenizer, reading.documents)
         check_context(found.name, tokens, context_length(read_config(found.folder)))
     with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
+        from kvchat.kv import ops
         from kvchat.models.load import load
 
         loaded = load(found, flags.device, tokenizer)
@@ -128,7 +129,8 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     if verbose:
         screen.say(
             f"{loaded.name} on {loaded.device} in {str(loaded.dtype).removeprefix('torch.')}, "
-            f"{loaded.context:,} tokens of context; attention by the tile loop in torch"
+            f"{loaded.context:,} tokens of context; attention: "
+            f"{ops.reader(loaded.device, loaded.shape.layers[0].head_dim)}"
         )
     return loaded
 

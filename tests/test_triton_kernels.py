@@ -44,12 +44,16 @@ class Case:
         key[..., 1::7] += 20 * normal(1)  # as the keys of a model with biases
         value = normal(self.kv_heads, self.length, self.dim)
         packed = []
-        for x, bits, axis, group in zip((key, value), self.bits, ("channel", "token"), self.groups, strict=True):
+        for x, bits, axis, group in zip(
+            (key, value), self.bits, ("channel", "token"), self.groups, strict=True
+        ):
             parts = torch_pack.quantize(x, bits, axis, group)
             packed.append(Packed(*(view(part) for part in parts), bits, axis, group))
         rope = None
         if self.rope:
-            angle = torch.outer(torch.arange(self.length) + 3.0, 0.5 ** torch.arange(self.dim // 2)).repeat(1, 2)
+            angle = torch.outer(torch.arange(self.length) + 3.0, 0.5 ** torch.arange(self.dim // 2)).repeat(
+                1, 2
+            )
             rope = angle.cos(), angle.sin()
         return query, packed[0], packed[1], rope
 
@@ -99,7 +103,10 @@ CASES = [
     *[Case((bits, bits), 128, groups=g) for bits in (2, 3, 4) for g in ((64, 128), (128, 64))],
     *[Case((bits, bits), dim, 1, rope=True) for bits in (2, 3, 4) for dim in (64, 80, 128)],
     *[Case((a, b)) for a, b in ((4, 2), (2, 3), (3, 4))],
-    *[Case(share=share, kv_heads=kv, count=count) for share, kv, count in ((1, 3, 1), (7, 2, 1), (8, 1, 5), (3, 2, 11))],
+    *[
+        Case(share=share, kv_heads=kv, count=count)
+        for share, kv, count in ((1, 3, 1), (7, 2, 1), (8, 1, 5), (3, 2, 11))
+    ],
     *[Case(length=length, split=split) for length in (32, 96, 160) for split in (32, 64, 1024)],
     Case(share=4, count=40, block_m=64),
     Case(softcap=3.0),
@@ -123,7 +130,10 @@ def test_takes_16_bit_queries(dtype: torch.dtype) -> None:
 def test_neither_large_nor_small_numbers_leave_float16(size: float) -> None:
     """Queries, keys and values as far from 1 as models have them; the scores stay the same."""
     query, key, value, _ = Case().tensors()
-    key, value = (p._replace(scale=(p.scale.float() * size).half(), zero=(p.zero.float() * size).half()) for p in (key, value))
+    key, value = (
+        p._replace(scale=(p.scale.float() * size).half(), zero=(p.zero.float() * size).half())
+        for p in (key, value)
+    )
     output, lse = triton_attend.attention_packed(query / size, key, value, 0.125)
     wanted, wanted_lse = reference.attention_packed(query / size, key, value, 0.125)
     assert distance((output / size, lse), (wanted / size, wanted_lse)) < TOLERANCE
@@ -149,7 +159,9 @@ def test_a_wrong_shift_is_far_off(bits: int, which: str) -> None:
     wrong = {"key": key, "value": value}
     codes = torch_pack.unpack(wrong[which].codes, bits)
     wrong[which] = wrong[which]._replace(codes=torch_pack.pack(codes >> 1, bits))
-    assert distance(got, reference.attention_packed(query, wrong["key"], wrong["value"], 0.125)) > 10 * TOLERANCE
+    assert (
+        distance(got, reference.attention_packed(query, wrong["key"], wrong["value"], 0.125)) > 10 * TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", ["codes", "scale", "zero"])
@@ -160,7 +172,9 @@ def test_a_neighbouring_token_or_channel_is_far_off(name: str, which: str, axis:
     got = triton_attend.attention_packed(query, key, value, 0.0884)
     wrong = {"key": key, "value": value}
     wrong[which] = wrong[which]._replace(**{name: getattr(wrong[which], name).roll(1, axis)})
-    assert distance(got, reference.attention_packed(query, wrong["key"], wrong["value"], 0.0884)) > 3 * TOLERANCE
+    assert (
+        distance(got, reference.attention_packed(query, wrong["key"], wrong["value"], 0.0884)) > 3 * TOLERANCE
+    )
 
 
 def test_a_position_off_by_one_is_far_off() -> None:
@@ -190,7 +204,9 @@ def test_a_position_off_by_one_is_far_off() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packs_to_the_bit(bits: int, tokens: int, dim: int, axis: str, group: int, dtype: torch.dtype) -> None:
+def test_packs_to_the_bit(
+    bits: int, tokens: int, dim: int, axis: str, group: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(dim)
     x = torch.randn(2, tokens, dim, generator=generator) * torch.randn(dim, generator=generator).mul(2).exp()
     x[..., 3::9] += 100

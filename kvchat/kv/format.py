@@ -115,6 +115,15 @@ class KVFormat:
             ]
         )
 
+    @property
+    def kivi_layout(self) -> bool:
+        """Whether keys are codes per channel and values codes per token, which kernels read as they lie."""
+        quants = (self.keys, self.values)
+        return all(isinstance(q, Quant) and q.packed for q in quants) and [q.axis for q in quants] == [
+            "channel",
+            "token",
+        ]
+
     def true_bits(self, head_dim: int) -> float:
         """Mean bits an element of packed keys and values, with all that is needed to read them back."""
         return (self.keys.true_bits(head_dim) + self.values.true_bits(head_dim)) / 2

@@ -14,12 +14,16 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvchat.errors import KVChatError
+from kvchat.kv import ops
 from kvchat.kv.format import KVFormat, Ranked
 from kvchat.kv.rope import Rope
 from kvchat.kv.rows import PackedRows, fields
 
 TILE = 1024
 """Tokens a tile: a multiple of every block, few enough that a tile of keys and values stays in a core's cache."""
+
+RUN = 16 * TILE
+"""Tokens whose angles are computed at once for a kernel that rotates keys itself."""
 
 
 @dataclass(frozen=True)
@@ -177,16 +181,33 @@ class PackedLayer(CacheLayerMixin):
             torch.stack([first, first + rank.shape[1]], 2).flatten(1) if rank.numel() else None
         )
 
-    def tiles(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+    @property
+    def kernel_reads(self) -> bool:
+        """Whether `ops.attention_packed` can read the blocks: format and rotation are those that it knows."""
+        return self.fmt.kivi_layout and (self.rope is None or self.rope.half_split)
+
+    def runs(self) -> Iterator[tuple[ops.Packed, ops.Packed, tuple[Tensor, Tensor] | None]]:
+        """Yield all packed blocks as keys, values and, for keys before RoPE, cos and sin, for `ops.attention_packed`.
+
+        One run, but with RoPE, whose tables of angles are as large as dense keys, as many as keep them small.
+        """
+        run = self.packed_tokens if self.rope is None else RUN
+        for start in range(0, self.packed_tokens, max(run, 1)):
+            stop = min(start + run, self.packed_tokens)
+            keys, values = (rows.packed(start, stop) for rows in self.rows)
+            yield keys, values, self.rope and self.rope.table(self._positions(start, stop))
+
+    def tiles(self, packed: bool = True) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (index of the first token, keys, values), oldest first, in model precision: [heads, n, head_dim].
 
-        Only the last one, the window, can hold tokens that a query of the newest chunk may not see.
+        Only the last one, the window, can hold tokens that a query of the newest chunk may not see. Without `packed`, the
+        sink and the window alone.
         """
         assert self.keys is not None and self.values is not None
         sink = self.sink[0].shape[2]
         if sink:
             yield 0, self.sink[0][0], self.sink[1][0]
-        for start in range(0, self.packed_tokens, TILE):
+        for start in range(0, self.packed_tokens if packed else 0, TILE):
             stop = min(start + TILE, self.packed_tokens)
             keys = self.rows[0].read(start, stop)
             if self.rope is not None:

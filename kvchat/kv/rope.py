@@ -34,6 +34,26 @@ class Rope:
                 "take rope=post"
             )
 
+        self.half_split = self._is_half_split(attention.head_dim)
+
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, D] of positions [T], float32."""
+        x = torch.empty(1, device=positions.device)
+        cos, sin = self._embedding(x, positions[None], *self._args)
+        return cos[0], sin[0]
+
+    def _is_half_split(self, head_dim: int) -> bool:
+        """Whether `rotate` turns channels c and c + D/2 together by `table`, as kernels do that rotate keys themselves."""
+        device = next(self._embedding.buffers()).device
+        key = torch.linspace(-1, 1, head_dim, device=device).expand(1, 2, head_dim)
+        positions = torch.tensor([3, 700], device=device)
+        cos, sin = self.table(positions)
+        if cos.shape[1] != head_dim:
+            return False
+        first, second = key.chunk(2, -1)
+        turned = key * cos + torch.cat([-second, first], -1) * sin
+        return torch.allclose(turned, self.rotate(key, positions), atol=1e-4)
+
     def _can_undo(self, head_dim: int) -> bool:
         """Some models slice the rotated channels themselves before they call their rotary function."""
         device = next(self._embedding.buffers()).device

@@ -106,6 +106,13 @@ class PackedRows:
             return parts[0].to(self.dtype)
         return ops.dequantize(*parts, quant.bits, quant.axis, quant.group, self.dtype)
 
+    def packed(self, start: int, stop: int) -> ops.Packed:
+        """Tokens start .. stop for a kernel that reads codes; `quant` must be a packed Quant."""
+        quant = self.quant
+        assert isinstance(quant, Quant)
+        codes, scale, zero = self.stored(start, stop)
+        return ops.Packed(codes, scale, zero, quant.bits, quant.axis, quant.group)
+
     def _encode(self, x: Tensor) -> Sequence[Tensor]:
         quant = self.quant
         if isinstance(quant, Ranked):
