@@ -142,9 +142,13 @@ def _words(codes, j, inside, N: tl.constexpr, BITS: tl.constexpr, ALL: tl.conste
 
 
 @triton.jit
-def _halves(pairs, ODD: tl.constexpr):
-    """Numbers of float16 out of pairs of them in int32."""
-    return (pairs >> (16 * ODD)).to(tl.int16).to(tl.float16, bitcast=True)
+def _half(pairs, odd: tl.constexpr, up, HALVES: tl.constexpr):
+    """float16 numbers out of int32 pairs: the odd ones or not, or as `up`, 0 or 8, says for each."""
+    if HALVES == 2:
+        x = pairs >> (16 * odd)
+    else:
+        x = pairs >> (2 * up.to(tl.int32))
+    return x.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -169,9 +173,7 @@ def _attend(
     kz_row,
     v_head,
     vs_head,
-    vs_row,
     vz_head,
-    vz_row,
     rope_row,
     count,
     share,
@@ -189,6 +191,8 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     K_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr,
+    VZ_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
     K_HALVES: tl.constexpr,
     K_COLUMNS: tl.constexpr,
@@ -246,7 +250,7 @@ def _attend(
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
     k_further = tl.where(word < K_N // 4, -1, 0).to(tl.int16)[:, None]
     V_ALL: tl.constexpr = V_COLUMNS * 2 == V_WIDTH
-    k_up = (8 * (jk // (K_N // 2))).to(tl.int16)[:, None]
+    k_up = (8 * (jk // (K_N // 2))).to(tl.int16)
     limit = tl.full([BLOCK_N], 4094.0, tl.float16)
 
     k_codes += head * k_head
@@ -263,7 +267,7 @@ def _attend(
         k_here = k_codes + at * K_ROW + (tokens * K_ROW)[None, :]
         low, third = _words(k_here, word[:, None], in_k[:, None], K_N, K_BITS, K_ALL)
         if K_HALVES == 1:
-            low, third = low >> k_up, third >> k_up
+            low, third = low >> k_up[:, None], third >> k_up[:, None]
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         shift = tl.zeros([BLOCK_M, 8], tl.float32)
         for odd in tl.static_range(K_HALVES):
@@ -272,15 +276,21 @@ def _attend(
                 for f in tl.static_range(K_FIELDS // 2):
                     first, second = q[f * K_HALVES + odd], q[(f + K_FIELDS // 2) * K_HALVES + odd]
                     c = q_channel + (f * K_N + odd)
-                    low_scale, low_zero = ks_here + c, kz_here + c
-                    x = _dequantize(fields[f], low_scale, low_zero, in_k, K_W * f)
+                    here = f * (K_N // 2) + word
+                    there = here + D // 4
+                    x = _dequantize(
+                        fields[f],
+                        _half(_read(ks_here + here, in_k, K_ALL), odd, k_up, K_HALVES),
+                        _half(_read(kz_here + here, in_k, K_ALL), odd, k_up, K_HALVES),
+                        K_W * f,
+                    )
                     y = _dequantize(
                         fields[f + K_FIELDS // 2],
-                        low_scale + D // 2,
-                        low_zero + D // 2,
-                        in_k,
+                        _half(_read(ks_here + there, in_k, K_ALL), odd, k_up, K_HALVES),
+                        _half(_read(kz_here + there, in_k, K_ALL), odd, k_up, K_HALVES),
                         K_W * (f + K_FIELDS // 2),
                     )
+                    c = q_channel + (f * K_N + odd)
                     angle = (at + tokens)[None, :] * rope_row + c[:, None]
                     turned = x * tl.load(cos + angle, mask=in_k[:, None], other=0.0)
                     turned -= y * tl.load(sin + angle, mask=in_k[:, None], other=0.0)
@@ -290,9 +300,8 @@ def _attend(
                     scores = tl.dot(second, turned.to(tl.float16), scores)
             else:
                 for f in tl.static_range(K_FIELDS):
-                    c = q_channel + (f * K_N + odd)
-                    scale = _read(ks_here + c, in_k, K_ALL)
-                    zero = _read(kz_here + c, in_k, K_ALL)
+                    scale = _half(_read(ks_here + (f * (K_N // 2) + word), in_k, K_ALL), odd, k_up, K_HALVES)
+                    zero = _half(_read(kz_here + (f * (K_N // 2) + word), in_k, K_ALL), odd, k_up, K_HALVES)
                     scale *= tl.full([K_COLUMNS], 2.0 ** (KEY_SHIFT - K_W * f), tl.float16)
                     scores = tl.dot(q[f * K_HALVES + odd] * scale[None, :], fields[f], scores)
                     # eight equal columns: a tensor core is quicker than a sum across lanes
@@ -320,12 +329,16 @@ def _attend(
             acc = faded
         p = tl.exp2(scores - high[:, None]).to(tl.float16)
         # a column of ones behind the groups' zeros sums the weights
-        z_here = v_zero + at * vz_row + ((tokens * vz_row)[:, None] + zg[None, :])
+        z_here = v_zero + at * VZ_ROW + ((tokens * VZ_ROW)[:, None] + zg[None, :])
         zeros = tl.load(z_here, mask=zg[None, :] < V_GROUPS, other=1.0)
         zacc = tl.dot(p, zeros, zacc)
         weights = ()
+        s_here = v_scale + at * VS_ROW + tokens * VS_ROW
         for g in tl.static_range(V_GROUPS):
-            scale = tl.load(v_scale + at * vs_row + (tokens * vs_row + g))
+            if V_GROUPS % 2 == 0:
+                scale = _half(tl.load(s_here + g // 2), g % 2, 0, 2)
+            else:
+                scale = tl.load(s_here + g)
             weights = weights + (p * tl.minimum(scale, limit)[None, :],)
         fresh = ()
         v_here = v_codes + at * V_ROW + (tokens * V_ROW)[:, None]
@@ -369,11 +382,10 @@ def _weigh(acc, weights, x, column, C0: tl.constexpr, WIDTH: tl.constexpr, GROUP
 
 
 @triton.jit
-def _dequantize(codes, scale, zero, inside, SHIFT: tl.constexpr):
-    """Keys [channels, tokens] of a field in float32; scale and zero are pointers, [channels]."""
-    s = tl.load(scale, mask=inside, other=0.0).to(tl.float32) * 2.0 ** (24 - SHIFT)
-    z = tl.load(zero, mask=inside, other=0.0).to(tl.float32)
-    return codes.to(tl.float32) * s[:, None] + z[:, None]
+def _dequantize(codes, scale, zero, SHIFT: tl.constexpr):
+    """Keys [channels, tokens] of a field in float32."""
+    scale = scale.to(tl.float32) * 2.0 ** (24 - SHIFT)
+    return codes.to(tl.float32) * scale[:, None] + zero.to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -448,6 +460,8 @@ def attention_packed(
     )
     shapes = _shapes(key.bits, value.bits, dim, value.group)
     k_codes, v_codes = key.codes.view(torch.int16), value.codes.view(torch.int16)
+    k_scale, k_zero = key.scale.view(torch.int32), key.zero.view(torch.int32)
+    v_scale = value.scale if value.scale.shape[2] % 2 else value.scale.view(torch.int32)
     parts = math.ceil(length / cut.split)
     new: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     out, lse = torch.empty(heads, count, parts, dim, **new), torch.empty(heads, count, parts, **new)
@@ -457,13 +471,14 @@ def attention_packed(
         (scaling * log2e, 0.0) if softcap is None else (2 * scaling * log2e / softcap, softcap * log2e)
     )
     _attend[(parts, math.ceil(share * count / cut.block_m), kv_heads)](
-        query, k_codes, key.scale, key.zero, v_codes, value.scale, value.zero, cos, sin, out, lse,
-        *query.stride()[:2], k_codes.stride(0), *key.scale.stride()[:2], *key.zero.stride()[:2],
-        v_codes.stride(0), *value.scale.stride()[:2], *value.zero.stride()[:2], cos.stride(0),
+        query, k_codes, k_scale, k_zero, v_codes, v_scale, value.zero, cos, sin, out, lse,
+        *query.stride()[:2], k_codes.stride(0), *k_scale.stride()[:2], *k_zero.stride()[:2],
+        v_codes.stride(0), v_scale.stride(0), value.zero.stride(0), cos.stride(0),
         count, share, length, cut.split, scaling, softcap_,
         D=dim, K_BITS=key.bits, V_BITS=value.bits, K_GROUP=key.group, V_GROUP=value.group,
         ROPE=rope is not None, SOFTCAP=softcap is not None, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
-        K_ROW=k_codes.stride(1), V_ROW=v_codes.stride(1), **shapes, IN_PTX=COMPILED,
+        K_ROW=k_codes.stride(1), V_ROW=v_codes.stride(1), VS_ROW=v_scale.stride(1), VZ_ROW=value.zero.stride(1),
+        **shapes, IN_PTX=COMPILED,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if parts == 1:
