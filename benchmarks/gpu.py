@@ -300,11 +300,17 @@ def _reference(
 # --- sweep --------------------------------------------------------------------------------------------------------
 
 
-def cuts(group: int, quick: bool = False) -> Iterator[Plan]:
+def cuts() -> Iterator[Plan]:
     """Tiles and Triton's settings to try, at 2,048 tokens a split."""
-    for block_n, warps, stages in itertools.product((32, 64, 128), (1, 2, 4), (1, 2, 3, 4)):
-        if block_n <= group and warps * 32 <= block_n * 2:
-            yield Plan(16, block_n, 2048, warps, stages)
+    for block_n, stages, registers in itertools.product((32, 64, 128), (1, 2, 3, 4), (None, 168, 128)):
+        yield Plan(16, block_n, 2048, 1, stages, registers)
+
+
+def split_for(programs: int, tokens: int, group: int, cut: Plan) -> int:
+    """Tokens a split that make about `programs` programs an SM out of `tokens` of all key heads."""
+    unit = max(group, cut.block_n)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return max(1, round(tokens / (processors * programs) / unit)) * unit
 
 
 def compile_one(job: tuple[str, int, int, Plan]) -> None:
@@ -320,12 +326,7 @@ def compile_one(job: tuple[str, int, int, Plan]) -> None:
 
 def sweep(options: argparse.Namespace) -> None:
     plan = triton_attend.plan
-    jobs = [
-        (n, b, options.group, cut)
-        for n in options.shapes
-        for b in options.bits
-        for cut in cuts(options.group)
-    ]
+    jobs = [(n, b, options.group, cut) for n in options.shapes for b in options.bits for cut in cuts()]
     started = time.perf_counter()
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs, chunksize=4))
@@ -347,14 +348,13 @@ def sweep(options: argparse.Namespace) -> None:
             except Exception:
                 torch.cuda.synchronize()
 
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        for cut in cuts(options.group):
+        for cut in cuts():
             split = max(
                 cut.block_n, length * kv_heads * cut.warps // (processors * 12) // cut.block_n * cut.block_n
             )
             measure(cut._replace(split=split))
         for _, cut in sorted(found)[:3]:
-            for programs in (2, 4, 6, 8, 16, 24, 32):
+            for programs in (4, 6, 8, 12, 24, 32, 48):
                 split = (
                     max(1, length * kv_heads * cut.warps // (processors * programs) // cut.block_n)
                     * cut.block_n

@@ -5,8 +5,7 @@ query heads that share the key head, so keys and values are read once for all of
 
 What keeps the work an element small, since at 2 bits the arithmetic is the limit and not the bandwidth:
 
-- A masked field of a byte, put in a float16 as it lies there, is the subnormal number code * 2**(shift - 24), which tensor
-  cores take as it is. One AND unpacks; no shift and no conversion. Powers of two are folded into scales.
+- Codes become float16 by one AND a pair, see `triton_unpack`.
 - A field holds consecutive channels, so keys are a sum of 2 or 4 products, each with a run of the query's channels.
 - A key channel's scale is the same for a group of tokens: it is multiplied into the query, once a tile, and the zeros give
   one number a query row. A token's value scale is multiplied into its weight, and the zeros are a product of their own.
@@ -20,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from kvchat_kernels.reference import Packed
+from kvchat_kernels.triton_unpack import fields, half, read, words
 from torch import Tensor
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -30,125 +30,40 @@ SLACK = tl.constexpr(4)
 
 
 class Plan(NamedTuple):
-    """How one call is cut: query rows and tokens of a program's tile, tokens a split, and Triton's own settings."""
+    """How one call is cut: query rows and tokens of a tile, tokens a split (a multiple of both the tile and the keys'
+    group), and Triton's own settings; `registers` is a thread's limit."""
 
     block_m: int
     block_n: int
     split: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def plan(
-    bits: int, head_dim: int, rows: int, length: int, group: int, kv_heads: int, processors: int
+    head_dim: int, rows: int, length: int, group: int, kv_heads: int, processors: int, rope: bool = False
 ) -> Plan:
-    """The cut for `length` tokens and `rows` query rows a key head on a GPU of `processors` SMs; found by benchmarks/gpu.py.
+    """The cut for `length` tokens and `rows` query rows a key head, on `processors` SMs; found by benchmarks/gpu.py.
 
-    A tile lies within one group of tokens, so that one scaled query serves it.
+    One warp for 16 rows: more of them would each unpack every code. What counts is many programs an SM.
     """
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    block_n = min(group, 32 if block_m > 16 or head_dim > 128 else 64)
-    warps = 1 if block_m == 16 else 4
+    block_n = 64 if head_dim == 64 or group > 32 and head_dim <= 128 else 32
+    if rope or block_m > 16 or length < block_n:
+        block_n = min(block_n, 32)
     programs = kv_heads * math.ceil(rows / block_m)
-    splits = max(1, min(256, processors * 12 // warps // programs, length // 512))
-    split = math.ceil(length / splits / block_n) * block_n
+    warps = block_m // 16
+    splits = max(1, min(processors * PROGRAMS // warps // programs, length // SHORTEST))
+    unit = max(block_n, group)
+    split = math.ceil(length / splits / unit) * unit
     return Plan(block_m, block_n, split, warps, 3)
 
 
-@triton.jit
-def _read(pointers, inside, ALL: tl.constexpr):
-    if ALL:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
-
-
-def _ptx(bits: int, odd: int) -> str:
-    """The fields of two int16 words in one register: the words, third bits and where those go one bit further."""
-    fields, width = (2, 4) if bits == 4 else (4, 2)
-    words, third, further = (f"${fields + i}" for i in range(3))
-    lines = ["{ .reg .b32 a, b, c;", f"shr.b32 a, {words}, {8 * odd};"]
-    if bits == 3:
-        lines += [f"shl.b32 b, {third}, 1;", f"shl.b32 c, {third}, 2;", f"lop3.b32 b, b, c, {further}, 0xd8;"]
-        lines += [f"shr.b32 b, b, {8 * odd};"]
-    for f in range(fields):
-        mask = (2**width - 1) << (width * f)
-        lines += [f"and.b32 ${f}, a, {mask * 65537:#x};"]
-        if bits == 3:
-            lines += [f"lop3.b32 ${f}, b, {4 * 4**f * 65537:#x}, ${f}, 0xea;"]
-    return " ".join([*lines, "}"])
-
-
-PTX = {(bits, odd): tl.constexpr(_ptx(bits, odd)) for bits in (2, 3, 4) for odd in (0, 1)}
-PTX2, PTX2_ODD, PTX3, PTX3_ODD, PTX4, PTX4_ODD = PTX.values()
-
-
-@triton.jit
-def _masked(low, third, f: tl.constexpr, BITS: tl.constexpr):
-    if BITS == 4:
-        x = low & (15 << (4 * f))
-    elif BITS == 2:
-        x = low & (3 << (2 * f))
-    else:
-        x = (low & (3 << (2 * f))) | (third & (4 << (2 * f)))
-    return x.to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _fields(low, third, further, ODD: tl.constexpr, BITS: tl.constexpr, IN_PTX: tl.constexpr):
-    """The fields of the first or second byte of int16 words, a tuple of float16: codes times 2**(width * f - 24).
-
-    third: words of the plane of third bits, moved left by one bit, or two where `further` is -1.
-    IN_PTX: two words at a time in one register; the compiler takes every word by itself.
-    """
-    if IN_PTX and BITS == 4:
-        return tl.inline_asm_elementwise(
-            PTX4_ODD if ODD else PTX4, "=r,=r,r", [low], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    elif IN_PTX and BITS == 2:
-        return tl.inline_asm_elementwise(
-            PTX2_ODD if ODD else PTX2, "=r,=r,=r,=r,r", [low],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif IN_PTX:
-        return tl.inline_asm_elementwise(
-            PTX3_ODD if ODD else PTX3, "=&r,=&r,=&r,=&r,r,r,r", [low, third, tl.broadcast_to(further, low.shape)],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        lifted = third
-        if BITS == 3:
-            lifted = (third.to(tl.int32) << (1 - further)) >> (8 * ODD)
-        word = low.to(tl.int32) >> (8 * ODD)
-        if BITS == 4:
-            return _masked(word, lifted, 0, BITS), _masked(word, lifted, 1, BITS)
-        else:
-            return (
-                _masked(word, lifted, 0, BITS),
-                _masked(word, lifted, 1, BITS),
-                _masked(word, lifted, 2, BITS),
-                _masked(word, lifted, 3, BITS),
-            )
-
-
-@triton.jit
-def _words(codes, j, inside, N: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr):
-    """int16 words `j` of rows at `codes`: of the plane of 2 or 4 bits, and of the third bits."""
-    low = _read(codes + j, inside, ALL)
-    if BITS == 3:
-        return low, _read(codes + (N // 2 + j % (N // 4)), inside, ALL)
-    else:
-        return low, low
-
-
-@triton.jit
-def _half(pairs, odd: tl.constexpr, up, HALVES: tl.constexpr):
-    """float16 numbers out of int32 pairs: the odd ones or not, or as `up`, 0 or 8, says for each."""
-    if HALVES == 2:
-        x = pairs >> (16 * odd)
-    else:
-        x = pairs >> (2 * up.to(tl.int32))
-    return x.to(tl.int16).to(tl.float16, bitcast=True)
+PROGRAMS = 16
+"""Programs of one warp an SM: two rounds of what its registers hold, so that none ends long after the others."""
+SHORTEST = 256
+"""Tokens of the shortest split."""
 
 
 @triton.jit
@@ -226,14 +141,14 @@ def _attend(
     in_q = present[:, None] & in_k[None, :]
     top = tl.full([BLOCK_M], 1e-30, tl.float32)
     for r in tl.static_range(K_FIELDS * K_HALVES):
-        c = q_channel + (r // K_HALVES * K_N + r % K_HALVES)
+        c = q_channel + (r % K_FIELDS * K_N + r // K_FIELDS)
         raw = tl.load(q_row[:, None] + c[None, :], mask=in_q, other=0.0)
         top = tl.maximum(top, tl.max(tl.abs(raw.to(tl.float32)), 1))
     unit = tl.exp2(tl.ceil(tl.log2(top)) - 2)
     one = (jk[:, None] == jk[None, :]).to(tl.float16)
     q = ()
     for r in tl.static_range(K_FIELDS * K_HALVES):
-        c = q_channel + (r // K_HALVES * K_N + r % K_HALVES)
+        c = q_channel + (r % K_FIELDS * K_N + r // K_FIELDS)
         raw = tl.load(q_row[:, None] + c[None, :], mask=in_q, other=0.0)
         # times one: a product's result lies in registers just as the next product wants it
         q = q + (tl.dot((raw.to(tl.float32) / unit[:, None]).to(tl.float16), one).to(tl.float16),)
@@ -260,62 +175,65 @@ def _attend(
     v_scale += head * vs_head
     v_zero += head * vz_head
     begin = part.to(tl.int64) * split
-    for step in range(0, tl.minimum(length - begin, split).to(tl.int32), BLOCK_N):
+    end = tl.minimum(begin + split, length)
+    for step in range(0, (end - begin).to(tl.int32), BLOCK_N):
         at = begin + step
-        ks_here = k_scale + at // K_GROUP * ks_row
-        kz_here = k_zero + at // K_GROUP * kz_row
+        if BLOCK_N > K_GROUP:  # a last tile may be short: it begins earlier, and hides what came before
+            at = tl.multiple_of(tl.minimum(at, end - BLOCK_N), 32)
         k_here = k_codes + at * K_ROW + (tokens * K_ROW)[None, :]
-        low, third = _words(k_here, word[:, None], in_k[:, None], K_N, K_BITS, K_ALL)
+        low, third = words(k_here, word[:, None], in_k[:, None], K_N, K_BITS, K_ALL)
         if K_HALVES == 1:
             low, third = low >> k_up[:, None], third >> k_up[:, None]
+        codes = fields(low, third, k_further, 0, K_BITS, IN_PTX)
+        if K_HALVES == 2:
+            codes = codes + fields(low, third, k_further, 1, K_BITS, IN_PTX)
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        shift = tl.zeros([BLOCK_M, 8], tl.float32)
-        for odd in tl.static_range(K_HALVES):
-            fields = _fields(low, third, k_further, odd, K_BITS, IN_PTX)
-            if ROPE:
-                for f in tl.static_range(K_FIELDS // 2):
-                    first, second = q[f * K_HALVES + odd], q[(f + K_FIELDS // 2) * K_HALVES + odd]
-                    c = q_channel + (f * K_N + odd)
-                    here = f * (K_N // 2) + word
-                    there = here + D // 4
-                    x = _dequantize(
-                        fields[f],
-                        _half(_read(ks_here + here, in_k, K_ALL), odd, k_up, K_HALVES),
-                        _half(_read(kz_here + here, in_k, K_ALL), odd, k_up, K_HALVES),
-                        K_W * f,
-                    )
-                    y = _dequantize(
-                        fields[f + K_FIELDS // 2],
-                        _half(_read(ks_here + there, in_k, K_ALL), odd, k_up, K_HALVES),
-                        _half(_read(kz_here + there, in_k, K_ALL), odd, k_up, K_HALVES),
-                        K_W * (f + K_FIELDS // 2),
-                    )
-                    c = q_channel + (f * K_N + odd)
-                    angle = (at + tokens)[None, :] * rope_row + c[:, None]
-                    turned = x * tl.load(cos + angle, mask=in_k[:, None], other=0.0)
-                    turned -= y * tl.load(sin + angle, mask=in_k[:, None], other=0.0)
-                    scores = tl.dot(first, turned.to(tl.float16), scores)
-                    turned = y * tl.load(cos + angle + D // 2, mask=in_k[:, None], other=0.0)
-                    turned += x * tl.load(sin + angle + D // 2, mask=in_k[:, None], other=0.0)
-                    scores = tl.dot(second, turned.to(tl.float16), scores)
+        for g in tl.static_range(0 if ROPE else (BLOCK_N + K_GROUP - 1) // K_GROUP):
+            row = at // K_GROUP + g
+            own = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            shift = tl.zeros([BLOCK_M, 8], tl.float32)
+            for r in tl.static_range(K_HALVES * K_FIELDS):
+                pair = r % K_FIELDS * (K_N // 2) + word
+                scale = half(read(k_scale + row * ks_row + pair, in_k, K_ALL), r // K_FIELDS, k_up, K_HALVES)
+                zero = half(read(k_zero + row * kz_row + pair, in_k, K_ALL), r // K_FIELDS, k_up, K_HALVES)
+                scale *= tl.full([K_COLUMNS], 2.0 ** (KEY_SHIFT - K_W * (r % K_FIELDS)), tl.float16)
+                own = tl.dot(q[r] * scale[None, :], codes[r], own)
+                # eight equal columns: a tensor core is quicker than a sum across lanes
+                shift = tl.dot(q[r], tl.broadcast_to(zero[:, None], [K_COLUMNS, 8]), shift)
+            own = own * (factor * 2.0 ** (24 - KEY_SHIFT))[:, None] + (tl.max(shift, 1) * factor)[:, None]
+            if g == 0:
+                scores = own
             else:
-                for f in tl.static_range(K_FIELDS):
-                    scale = _half(_read(ks_here + (f * (K_N // 2) + word), in_k, K_ALL), odd, k_up, K_HALVES)
-                    zero = _half(_read(kz_here + (f * (K_N // 2) + word), in_k, K_ALL), odd, k_up, K_HALVES)
-                    scale *= tl.full([K_COLUMNS], 2.0 ** (KEY_SHIFT - K_W * f), tl.float16)
-                    scores = tl.dot(q[f * K_HALVES + odd] * scale[None, :], fields[f], scores)
-                    # eight equal columns: a tensor core is quicker than a sum across lanes
-                    shift = tl.dot(
-                        q[f * K_HALVES + odd], tl.broadcast_to(zero[:, None], [K_COLUMNS, 8]), shift
-                    )
+                scores = tl.where((tokens < g * K_GROUP)[None, :], scores, own)
+        for r in tl.static_range(K_HALVES * K_FIELDS if ROPE else 0):
+            if r % K_FIELDS < K_FIELDS // 2:
+                row = at // K_GROUP
+                pair = r % K_FIELDS * (K_N // 2) + word
+                x = _dequantize(
+                    codes[r], k_scale + row * ks_row + pair, k_zero + row * kz_row + pair, in_k, K_ALL,
+                    r // K_FIELDS, k_up, K_HALVES, K_W * (r % K_FIELDS),
+                )  # fmt: skip
+                y = _dequantize(
+                    codes[r + K_FIELDS // 2], k_scale + row * ks_row + pair + D // 4, k_zero + row * kz_row + pair + D // 4,
+                    in_k, K_ALL, r // K_FIELDS, k_up, K_HALVES, K_W * (r % K_FIELDS + K_FIELDS // 2),
+                )  # fmt: skip
+                c = q_channel + (r % K_FIELDS * K_N + r // K_FIELDS)
+                angle = (at + tokens)[None, :] * rope_row + c[:, None]
+                turned = x * tl.load(cos + angle, mask=in_k[:, None], other=0.0)
+                turned -= y * tl.load(sin + angle, mask=in_k[:, None], other=0.0)
+                scores = tl.dot(q[r], turned.to(tl.float16), scores)
+                turned = y * tl.load(cos + angle + D // 2, mask=in_k[:, None], other=0.0)
+                turned += x * tl.load(sin + angle + D // 2, mask=in_k[:, None], other=0.0)
+                scores = tl.dot(q[r + K_FIELDS // 2], turned.to(tl.float16), scores)
         if ROPE:
             scores *= factor[:, None]
-        else:
-            scores = (
-                scores * (factor * 2.0 ** (24 - KEY_SHIFT))[:, None] + (tl.max(shift, 1) * factor)[:, None]
-            )
         if SOFTCAP:
             scores = softcap - 2 * softcap / (1 + tl.exp2(scores))  # tanh
+        if BLOCK_N > K_GROUP:
+            if begin + step > at:
+                scores = tl.where(
+                    (tokens >= (begin + step - at).to(tl.int32))[None, :], scores, -float("inf")
+                )
 
         peak = tl.max(scores, 1)
         if tl.max(peak - high, 0) > SLACK:
@@ -336,21 +254,21 @@ def _attend(
         s_here = v_scale + at * VS_ROW + tokens * VS_ROW
         for g in tl.static_range(V_GROUPS):
             if V_GROUPS % 2 == 0:
-                scale = _half(tl.load(s_here + g // 2), g % 2, 0, 2)
+                scale = half(tl.load(s_here + g // 2), g % 2, 0, 2)
             else:
                 scale = tl.load(s_here + g)
             weights = weights + (p * tl.minimum(scale, limit)[None, :],)
         fresh = ()
         v_here = v_codes + at * V_ROW + (tokens * V_ROW)[:, None]
         for b in tl.static_range(V_BLOCKS):
-            low, third = _words(v_here, (b * (V_WIDTH // 2) + jv)[None, :], in_v[None, :], V_N, V_BITS, V_ALL)
+            low, third = words(v_here, (b * (V_WIDTH // 2) + jv)[None, :], in_v[None, :], V_N, V_BITS, V_ALL)
             further = tl.where(b * (V_WIDTH // 2) + jv < V_N // 4, -1, 0).to(tl.int16)[None, :]
             for odd in tl.static_range(2):
-                fields = _fields(low, third, further, odd, V_BITS, IN_PTX)
+                codes = fields(low, third, further, odd, V_BITS, IN_PTX)
                 for f in tl.static_range(V_FIELDS):
                     a = acc[(b * 2 + odd) * V_FIELDS + f]
                     fresh = fresh + (
-                        _weigh(a, weights, fields[f], 2 * jv + odd, f * V_N + b * V_WIDTH, V_WIDTH, V_GROUP),
+                        _weigh(a, weights, codes[f], 2 * jv + odd, f * V_N + b * V_WIDTH, V_WIDTH, V_GROUP),
                     )
         acc = fresh
 
@@ -382,10 +300,13 @@ def _weigh(acc, weights, x, column, C0: tl.constexpr, WIDTH: tl.constexpr, GROUP
 
 
 @triton.jit
-def _dequantize(codes, scale, zero, SHIFT: tl.constexpr):
-    """Keys [channels, tokens] of a field in float32."""
-    scale = scale.to(tl.float32) * 2.0 ** (24 - SHIFT)
-    return codes.to(tl.float32) * scale[:, None] + zero.to(tl.float32)[:, None]
+def _dequantize(
+    codes, scale, zero, inside, ALL: tl.constexpr, odd: tl.constexpr, up, HALVES: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Keys [channels, tokens] of a field in float32, out of pairs of scales and zeros [channels]."""
+    s = half(read(scale, inside, ALL), odd, up, HALVES).to(tl.float32) * 2.0 ** (24 - SHIFT)
+    z = half(read(zero, inside, ALL), odd, up, HALVES).to(tl.float32)
+    return codes.to(tl.float32) * s[:, None] + z[:, None]
 
 
 @triton.jit
@@ -455,9 +376,8 @@ def attention_packed(
     heads, count, dim = query.shape
     kv_heads, length, _ = key.codes.shape
     share = heads // kv_heads
-    cut = plan(
-        max(key.bits, value.bits), dim, share * count, length, key.group, kv_heads, _processors(query.device)
-    )
+    processors = _processors(query.device)
+    cut = plan(dim, share * count, length, key.group, kv_heads, processors, rope is not None)
     shapes = _shapes(key.bits, value.bits, dim, value.group)
     k_codes, v_codes = key.codes.view(torch.int16), value.codes.view(torch.int16)
     k_scale, k_zero = key.scale.view(torch.int32), key.zero.view(torch.int32)
@@ -479,7 +399,7 @@ def attention_packed(
         ROPE=rope is not None, SOFTCAP=softcap is not None, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
         K_ROW=k_codes.stride(1), V_ROW=v_codes.stride(1), VS_ROW=v_scale.stride(1), VZ_ROW=value.zero.stride(1),
         **shapes, IN_PTX=COMPILED,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, maxnreg=cut.registers,
     )  # fmt: skip
     if parts == 1:
         return out[:, :, 0], lse[:, :, 0]
