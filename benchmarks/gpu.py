@@ -257,14 +257,14 @@ def check_variants(options: argparse.Namespace) -> bool:
     for dim, count, rope, softcap in [
         (64, 1, True, None), (80, 1, False, None), (96, 3, True, None), (128, 512, False, None), (128, 33, True, 30.0), (256, 2, False, 50.0),
     ]:  # fmt: skip
-        for bits in itertools.product(options.bits, options.bits):
+        for bits in zip(options.bits, (*options.bits[1:], options.bits[0]), strict=True):
             key = packed(2, 1024, dim, bits[0], "channel", options.group)
             value = packed(2, 1024, dim, bits[1], "token", options.group)
             query = torch.randn(8, count, dim, device="cuda").half()
             angle = torch.rand(1024, dim // 2, device="cuda").mul(6.3).repeat(1, 2)
-            table = (angle.cos(), angle.sin()) if rope else None
-            got = triton_attend.attention_packed(query, key, value, dim**-0.5, rope=table, softcap=softcap)
-            wanted = _reference(query, key, value, dim**-0.5, table, softcap)
+            angles = (angle.cos(), angle.sin()) if rope else None
+            got = triton_attend.attention_packed(query, key, value, dim**-0.5, rope=angles, softcap=softcap)
+            wanted = _reference(query, key, value, dim**-0.5, angles, softcap)
             off = errors(got, wanted)
             if not max(off) < WORST:
                 print(
@@ -349,21 +349,14 @@ def sweep(options: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
 
         for cut in cuts():
-            split = max(
-                cut.block_n, length * kv_heads * cut.warps // (processors * 12) // cut.block_n * cut.block_n
-            )
-            measure(cut._replace(split=split))
-        for _, cut in sorted(found)[:3]:
+            measure(cut._replace(split=split_for(16, length * kv_heads, options.group, cut)))
+        for _, cut in sorted(found, key=lambda item: item[0])[:3]:
             for programs in (4, 6, 8, 12, 24, 32, 48):
-                split = (
-                    max(1, length * kv_heads * cut.warps // (processors * programs) // cut.block_n)
-                    * cut.block_n
-                )
-                measure(cut._replace(split=split))
+                measure(cut._replace(split=split_for(programs, length * kv_heads, options.group, cut)))
         triton_attend.plan = plan
         measured = microseconds(call)
         print(f"{name} {length} {bits} bits: plan() {measured:.1f} us; best:", flush=True)
-        for us, cut in sorted(found)[:4]:
+        for us, cut in sorted(found, key=lambda item: item[0])[:4]:
             print(
                 f"    {us:8.1f} us  block_n {cut.block_n} warps {cut.warps} stages {cut.stages} split {cut.split}"
             )

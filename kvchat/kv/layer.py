@@ -195,7 +195,8 @@ class PackedLayer(CacheLayerMixin):
         for start in range(0, self.packed_tokens, max(run, 1)):
             stop = min(start + run, self.packed_tokens)
             keys, values = (rows.packed(start, stop) for rows in self.rows)
-            yield keys, values, self.rope and self.rope.table(self._positions(start, stop))
+            rope = None if self.rope is None else self.rope.table(self._positions(start, stop))
+            yield keys, values, rope
 
     def tiles(self, packed: bool = True) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (index of the first token, keys, values), oldest first, in model precision: [heads, n, head_dim].
