@@ -59,7 +59,8 @@ def plan(
     split = math.ceil(length / splits / unit) * unit
     # twelve warps an SM instead of eight, for a few numbers that are put aside
     registers = 168 if head_dim <= 128 else None
-    return Plan(block_m, block_n, split, warps, 3, registers)
+    stages = 1 if rope else 3  # tables of angles would fill the shared memory
+    return Plan(block_m, block_n, split, warps, stages, registers)
 
 
 PROGRAMS = 12
