@@ -166,7 +166,7 @@ def _attend(
         acc = acc + (tl.zeros([BLOCK_M, V_COLUMNS], tl.float32),)
     zacc = tl.zeros([BLOCK_M, Z_COLUMNS], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    k_further = tl.where(word < K_N // 4, -1, 0).to(tl.int16)[:, None]
+    k_second = tl.where(word < K_N // 4, 0, -1).to(tl.int16)[:, None]
     V_ALL: tl.constexpr = V_COLUMNS * 2 == V_WIDTH
     k_up = (8 * (jk // (K_N // 2))).to(tl.int16)
     limit = tl.full([BLOCK_N], 4094.0, tl.float16)
@@ -184,12 +184,12 @@ def _attend(
         if BLOCK_N > K_GROUP:  # a last tile may be short: it begins earlier, and hides what came before
             at = tl.multiple_of(tl.minimum(at, end - BLOCK_N), 32)
         k_here = k_codes + at * K_ROW + (tokens * K_ROW)[None, :]
-        low, third = words(k_here, word[:, None], in_k[:, None], K_N, K_BITS, K_ALL)
+        low, third = words(k_here, word[:, None], in_k[:, None], k_second, K_N, K_BITS, K_ALL, IN_PTX)
         if K_HALVES == 1:
             low, third = low >> k_up[:, None], third >> k_up[:, None]
-        codes = fields(low, third, k_further, 0, K_BITS, IN_PTX)
+        codes = fields(low, third, 0, K_BITS, IN_PTX)
         if K_HALVES == 2:
-            codes = codes + fields(low, third, k_further, 1, K_BITS, IN_PTX)
+            codes = codes + fields(low, third, 1, K_BITS, IN_PTX)
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for g in tl.static_range(0 if ROPE else (BLOCK_N + K_GROUP - 1) // K_GROUP):
             row = at // K_GROUP + g
@@ -264,10 +264,11 @@ def _attend(
         fresh = ()
         v_here = v_codes + at * V_ROW + (tokens * V_ROW)[:, None]
         for b in tl.static_range(V_BLOCKS):
-            low, third = words(v_here, (b * (V_WIDTH // 2) + jv)[None, :], in_v[None, :], V_N, V_BITS, V_ALL)
-            further = tl.where(b * (V_WIDTH // 2) + jv < V_N // 4, -1, 0).to(tl.int16)[None, :]
+            j = (b * (V_WIDTH // 2) + jv)[None, :]
+            second = tl.where(j < V_N // 4, 0, -1).to(tl.int16)
+            low, third = words(v_here, j, in_v[None, :], second, V_N, V_BITS, V_ALL, IN_PTX)
             for odd in tl.static_range(2):
-                codes = fields(low, third, further, odd, V_BITS, IN_PTX)
+                codes = fields(low, third, odd, V_BITS, IN_PTX)
                 for f in tl.static_range(V_FIELDS):
                     a = acc[(b * 2 + odd) * V_FIELDS + f]
                     fresh = fresh + (

@@ -18,18 +18,18 @@ def read(pointers, inside, ALL: tl.constexpr):
 
 
 def _ptx(bits: int, odd: int) -> str:
-    """The fields of two int16 words in one register: the words, third bits and where those go one bit further."""
+    """The fields of two int16 words in one register. At 3 bits a field and its third bit overlap the next field, so the even
+    and the odd fields are put together apart; what crosses from a register's one word to the other is masked away."""
     fields, width = (2, 4) if bits == 4 else (4, 2)
-    words, third, further = (f"${fields + i}" for i in range(3))
+    words, third = f"${fields}", f"${fields + 1}"
     lines = ["{ .reg .b32 a, b, c;", f"shr.b32 a, {words}, {8 * odd};"]
     if bits == 3:
-        lines += [f"shl.b32 b, {third}, 1;", f"shl.b32 c, {third}, 2;", f"lop3.b32 b, b, c, {further}, 0xd8;"]
-        lines += [f"shr.b32 b, b, {8 * odd};"]
+        lines += [f"shr.b32 b, {third}, 6;" if odd else f"shl.b32 b, {third}, 2;"]
+        # bits of the mask from the words, all others from the third bits
+        lines += ["lop3.b32 c, a, b, 0xcc00cc, 0xe4;", "lop3.b32 a, a, b, 0x330033, 0xe4;"]
     for f in range(fields):
-        mask = (2**width - 1) << (width * f)
-        lines += [f"and.b32 ${f}, a, {mask * 65537:#x};"]
-        if bits == 3:
-            lines += [f"lop3.b32 ${f}, b, {4 * 4**f * 65537:#x}, ${f}, 0xea;"]
+        mask = (2**bits - 1) << (width * f)
+        lines += [f"and.b32 ${f}, {'c' if bits == 3 and f % 2 else 'a'}, {mask * 65537:#x};"]
     return " ".join([*lines, "}"])
 
 
@@ -49,10 +49,10 @@ def _masked(low, third, f: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def fields(low, third, further, ODD: tl.constexpr, BITS: tl.constexpr, IN_PTX: tl.constexpr):
+def fields(low, third, ODD: tl.constexpr, BITS: tl.constexpr, IN_PTX: tl.constexpr):
     """The fields of the first or second byte of int16 words, a tuple of float16: codes times 2**(width * f - 24).
 
-    third: words of the plane of third bits, moved left by one bit, or two where `further` is -1.
+    third: the third bit of field f at bit 2 * f of each byte.
     IN_PTX: two words at a time in one register; the compiler takes every word by itself.
     """
     if IN_PTX and BITS == 4:
@@ -66,14 +66,12 @@ def fields(low, third, further, ODD: tl.constexpr, BITS: tl.constexpr, IN_PTX: t
         )  # fmt: skip
     elif IN_PTX:
         return tl.inline_asm_elementwise(
-            PTX3_ODD if ODD else PTX3, "=&r,=&r,=&r,=&r,r,r,r", [low, third, tl.broadcast_to(further, low.shape)],
+            PTX3_ODD if ODD else PTX3, "=r,=r,=r,=r,r,r", [low, third],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        lifted = third
-        if BITS == 3:
-            lifted = (third.to(tl.int32) << (1 - further)) >> (8 * ODD)
         word = low.to(tl.int32) >> (8 * ODD)
+        lifted = (third.to(tl.int32) << 2) >> (8 * ODD)
         if BITS == 4:
             return _masked(word, lifted, 0, BITS), _masked(word, lifted, 1, BITS)
         else:
@@ -86,13 +84,26 @@ def fields(low, third, further, ODD: tl.constexpr, BITS: tl.constexpr, IN_PTX: t
 
 
 @triton.jit
-def words(codes, j, inside, N: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr):
-    """int16 words `j` of rows at `codes`: of the plane of 2 or 4 bits, and of the third bits."""
+def words(
+    codes, j, inside, second, N: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr, IN_PTX: tl.constexpr
+):  # fmt: skip
+    """int16 words `j` of rows at `codes`: of the plane of 2 or 4 bits, and of the third bits as `fields` wants them.
+
+    second: -1 for words of the second half of the plane, whose third bits are the odd ones.
+    """
     low = read(codes + j, inside, ALL)
+    third = low
     if BITS == 3:
-        return low, read(codes + (N // 2 + j % (N // 4)), inside, ALL)
-    else:
-        return low, low
+        third = read(codes + (N // 2 + j % (N // 4)), inside, ALL)
+        second = tl.broadcast_to(second, third.shape)
+        if IN_PTX:
+            third = tl.inline_asm_elementwise(
+                "{ .reg .b32 a; shr.b32 a, $1, 1; lop3.b32 $0, $1, a, $2, 0xd8; }", "=r,r,r", [third, second],
+                dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            third = third >> -second
+    return low, third
 
 
 @triton.jit
