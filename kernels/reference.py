@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
-"""Widths of the bit planes that hold a code, lowest bits first."""
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
+"""Widths of the bit planes that hold a code, the binary digits of its bits, lowest bits of the code first."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

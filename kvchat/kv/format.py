@@ -60,12 +60,12 @@ class Ranked:
     packed: ClassVar[bool] = True
 
     def bits_by_rank(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each channel in rank order; planes are whole bytes, so shares are rounded to 8 channels."""
+        """Bits of each channel in rank order; shares are rounded to whole pairs."""
         bits: list[int] = []
         eighths = 0
         for own, share in self.shares:
             eighths += share
-            until = head_dim if eighths == 8 else round(eighths * head_dim / 64) * 8
+            until = round(eighths * head_dim / 16) * 2
             bits += [own] * (until - len(bits))
         return tuple(bits)
 

@@ -28,7 +28,7 @@ def fields(quant: Quant | Ranked | Rotated, head_dim: int, dtype: torch.dtype) -
     """How `quant` lies in memory and on disk, for a model of type `dtype`."""
     if isinstance(quant, Ranked):
         return [
-            Field("codes", 1, sum(quant.bits_by_rank(head_dim)) // 8, torch.uint8),
+            Field("codes", quant.group, sum(quant.bits_by_rank(head_dim)) * quant.group // 8, torch.uint8),
             Field("scale", quant.group, head_dim, torch.uint8),
             Field("zero", quant.group, head_dim, torch.float16),
         ]
@@ -88,7 +88,7 @@ class PackedRows:
 
     def write(self, at: int, end: int, parts: Sequence[Tensor]) -> None:
         """Store tokens at .. end as `stored` returned them, one tensor a field."""
-        if end > self._buffers[0].shape[1]:
+        if end > self._buffers[0].shape[1] * self.fields[0].tokens:
             self.reserve(end + GROWTH)
         for buffer, field, part in zip(self._buffers, self.fields, parts, strict=True):
             buffer[:, at // field.tokens : end // field.tokens] = part
