@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvchat import __version__, caches, flags, places, steps
+from kvchat import __version__, caches, calibrations, flags, places, steps
 from kvchat.conversations import last
+from kvchat.documents import Reading
 from kvchat.errors import InputError, Interrupted, KVChatError, UsageError
 from kvchat.flags import AnswerFlags, CacheFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
 from kvchat.kv.format import PRESETS, parse
@@ -317,6 +318,40 @@ def compare_memory(
     else:
         for view in planning.comparison_views(comparison):
             screen.show(view)
+
+
+@app.command()
+@flags.grouped
+def calibrate(
+    screens: ScreenFlags,
+    model: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT]...", help="Files to calibrate on; a built-in text otherwise.", show_default=False
+        ),
+    ] = None,
+    pieces: Annotated[int, typer.Option("--pieces", min=1, help="Pieces of text.")] = calibrations.PIECES,
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens a piece.")] = calibrations.PIECE,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the pieces.")] = 0,
+    device: Annotated[str, typer.Option("--device", envvar="KVCHAT_DEVICE")] = "auto",
+    offline: Annotated[
+        bool, typer.Option("--offline", envvar="KVCHAT_OFFLINE", help="Fetch nothing.")
+    ] = False,
+) -> None:
+    """Measure a model's keys and values, once, for the kvquant formats. Minutes for a small model on a CPU.
+
+    kvchat calibrate smollm2 book.txt
+    """
+    screen = screens.screen()
+    text, source = calibrations.builtin_text, calibrations.BUILTIN
+    if texts:
+        reading = steps.read_documents(steps.Documents(texts), screen, screens.verbose)
+        joined = "\n".join(document.text for document in reading.documents)
+        text, source = lambda: joined, steps.join_names([d.name for d in reading.documents])
+    loaded = steps.open_model(ModelFlags(model, device, offline), Reading((), ()), screen, screens.verbose)
+    calibrations.make(loaded, text(), source, screen, pieces, tokens, seed)
+    screen.say(f"{loaded.name} is calibrated on {source}; it holds for kvquant4, kvquant3 and kvquant2")
 
 
 @models_app.command(name="pull")

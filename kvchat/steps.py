@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvchat import calibrations
 from kvchat.documents import Options, Reading, Step, read
 from kvchat.errors import InputError
 from kvchat.flags import AnswerFlags, ModelFlags
@@ -74,24 +75,14 @@ def read_again(documents: Documents, cache: str | None, store: Store | None, scr
 
 
 def _drain(steps: Generator[Step, None, Reading], screen: Screen) -> Reading:
-    with screen.console.status("reading") if screen.fancy and not screen.quiet else _Silent() as status:
+    with screen.status("reading") as show:
         while True:
             try:
                 step = next(steps)
             except StopIteration as end:
                 return end.value
-            if step.unit == "pages" and status is not None:
-                from rich.text import Text
-
-                status.update(Text(f"reading {step.name}, page {step.done} of {step.total}"))
-
-
-class _Silent:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        pass
+            if step.unit == "pages":
+                show(f"reading {step.name}, page {step.done} of {step.total}")
 
 
 def find_model(flags: ModelFlags, screen: Screen) -> models.Found:
@@ -119,7 +110,7 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     if reading.documents:
         _, tokens = count_tokens(tokenizer, reading.documents)
         check_context(found.name, tokens, context_length(read_config(found.folder)))
-    with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
+    with screen.status("opening the model"):
         from kvchat.models.load import load
 
         loaded = load(found, flags.device, tokenizer)
@@ -145,7 +136,16 @@ def open_session(
     """A session that has been checked to fit but has read nothing yet. Raises DoesNotFit."""
     from kvchat.session import Session
 
-    session = Session(loaded, fmt, reading.documents, system, store=store, refresh=refresh)
+    calibration = calibrations.ensure(loaded, fmt, screen)
+    session = Session(
+        loaded,
+        fmt,
+        reading.documents,
+        system,
+        store=store,
+        refresh=refresh,
+        calibration=calibration,
+    )
     for note in session.prompt.frame.notes:
         screen.say(note)
     for note in session.notes():
@@ -248,9 +248,15 @@ def measure_formats(
     """Add to a comparison what each format measures, saying which one is at work."""
     from kvchat import measure
 
+    if missing := [fmt for fmt in formats if fmt.calibrated and calibrations.find(found) is None]:
+        formats = [fmt for fmt in formats if fmt not in missing]
+        screen.warn(
+            f"not measured: {', '.join(fmt.name for fmt in missing)}; they need a calibration of {found.name}, "
+            f"run: kvchat calibrate {found.name}"
+        )
     runs = measure.measure(found, device, reading, formats, question)
     done = []
-    with screen.console.status("measuring") if screen.fancy and not screen.quiet else _Silent():
+    with screen.status("measuring"):
         for run in runs:
             done.append(run)
             screen.say(f"measured {run.format_name}")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from tiny import tiny_loaded
 
-from kvchat import places
+from kvchat import calibrations, places
 from kvchat.cli import main
+from kvchat.kv.calibration import NAME
 from kvchat.kv.format import PRESETS
 from kvchat.ui.screen import clean
 
@@ -62,7 +64,11 @@ WRONG = [
     (["ask", "{empty}", "why?"], 3, "empty"),
     (["ask", "{book}", ""], 2, "question"),
     (["ask", "-", "why?"], 3, "empty"),
-    (["ask", "{book}", "why?", "--kv", "kivi9"], 2, "fp16, kivi4, kivi3, kvchat3, kivi2, kvchat2"),
+    (
+        ["ask", "{book}", "why?", "--kv", "kivi9"],
+        2,
+        "fp16, kivi4, kvquant4, kivi3, kvquant3, kvchat3, kivi2, kvquant2, kvchat2",
+    ),
     (["ask", "{book}", "why?", "--kv", "kivi2:k=5"], 2, "5 bits"),
     (["ask", "{book}", "why?", "--kv", "kivi2:colour=3"], 2, "colour=3"),
     (["ask", "{book}", "why?", "--device", "tpu:9"], 2, "tpu:9"),
@@ -557,3 +563,34 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "Usage" in result.stdout
+
+
+def test_calibrate_is_for_the_formats_that_need_it(
+    run: Run, book: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    short = run("calibrate", folder, book, "--pieces", 2, "--tokens", 1024)
+    assert short.code == 3
+    assert "the text has 660 tokens" in short.err
+    assert not (folder / NAME).exists()
+    measured = run("compare-memory", "--measure", "--kv", "kvquant2", book, "-m", folder)
+    assert "not measured: kvquant2; they need a calibration" in measured.err
+    monkeypatch.setattr(calibrations, "builtin_text", lambda: "It is 7 o'clock, and all is well. " * 200)
+    monkeypatch.setattr(calibrations, "PIECES", 1)
+    made = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2, "--no-cache")
+    assert made.code == 0
+    assert "kvquant3 needs a calibration of model; making one from a built-in text" in made.err
+    first = (folder / NAME).read_bytes()
+    again = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2)
+    assert "calibration" not in again.err
+    result = run("calibrate", folder, book, "--pieces", 2, "--tokens", 128)
+    assert (result.code, result.out) == (0, "")
+    assert "model is calibrated on book.txt" in result.err
+    assert (folder / NAME).read_bytes() != first
+    other = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2)
+    assert "another calibration" in other.err
+    (folder / NAME).write_bytes(first[:99])
+    broken = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3")
+    assert broken.code == 1
+    assert "remove it and calibrate again" in broken.err

@@ -132,5 +132,5 @@ def test_planned_bytes_are_measured_bytes(name: str, family: str) -> None:
 
 def test_ours_take_what_they_say() -> None:
     for head_dim in (64, 128):
-        assert PRESETS["kvchat2"].true_bits(head_dim) <= 2.35
-        assert PRESETS["kvchat3"].true_bits(head_dim) <= 3.35
+        assert PRESETS["kvchat2"].true_bits(head_dim, 2) <= 2.35
+        assert PRESETS["kvchat3"].true_bits(head_dim, 2) <= 3.35

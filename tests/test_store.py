@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tiny import VOCABULARY, tiny_calibration, tiny_model, tiny_tokenizer
 
 from kvchat import places
 from kvchat.documents import Document, Span
@@ -70,7 +70,17 @@ def document(text: str = TEXT, name: str = "crates.txt") -> Document:
 
 def opened(loaded: Any, store: Store | None, spec: str = SPEC, *texts: str, refresh: bool = False) -> Session:
     documents = [document(text, f"{i}.txt") for i, text in enumerate(texts or (TEXT,))]
-    return Session(loaded, parse(spec), documents, chunk=CHUNK, segment=SEGMENT, store=store, refresh=refresh)
+    fmt = parse(spec)
+    return Session(
+        loaded,
+        fmt,
+        documents,
+        chunk=CHUNK,
+        segment=SEGMENT,
+        store=store,
+        refresh=refresh,
+        calibration=tiny_calibration(loaded.model) if fmt.calibrated else None,
+    )
 
 
 def read(session: Session) -> Session:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvchat.errors import KVChatError
+from kvchat.kv.calibration import Ranges
 from kvchat.kv.format import KVFormat, Ranked
 from kvchat.kv.rope import Rope
 from kvchat.kv.rows import PackedRows, fields
@@ -61,8 +62,8 @@ def part_layout(
     if start == 0:
         layout |= {f"sink.{what}": ((1, heads, sink, head_dim), dtype) for what in ("keys", "values")}
     for what, quant in (("keys", fmt.keys), ("values", fmt.values)):
-        for field in fields(quant, head_dim, dtype):
-            layout[f"{what}.{field.name}"] = ((heads, packed // field.tokens, field.width), field.dtype)
+        for field in fields(quant, heads, head_dim, dtype):
+            layout[f"{what}.{field.name}"] = ((field.heads, packed // field.tokens, field.width), field.dtype)
     return layout
 
 
@@ -77,9 +78,15 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = False
     is_compileable = False
 
-    def __init__(self, fmt: KVFormat, rope: Rope | None = None):
+    def __init__(
+        self,
+        fmt: KVFormat,
+        rope: Rope | None = None,
+        ranges: tuple[Ranges | None, Ranges | None] = (None, None),
+    ):
+        """ranges: of keys and of values, from the model's calibration, where the format needs them."""
         super().__init__()
-        self.fmt, self.rope = fmt, rope
+        self.fmt, self.rope, self.ranges = fmt, rope, ranges
         self.packed_tokens = 0
         self.next_position = 0
         self.starts: list[int] = []  # position of the first token of each block
@@ -97,8 +104,10 @@ class PackedLayer(CacheLayerMixin):
         )
         self.sink = (self.keys, self.values)
         self.rows = tuple(
-            PackedRows(quant, x.shape[1], x.shape[3], dtype, device)
-            for quant, x in ((self.fmt.keys, key_states), (self.fmt.values, value_states))
+            PackedRows(quant, x.shape[1], x.shape[3], dtype, device, ranges)
+            for quant, x, ranges in zip(
+                (self.fmt.keys, self.fmt.values), (key_states, value_states), self.ranges, strict=True
+            )
         )
         # pairs of channels by rank, once the first block was packed; what the queries before that were like
         self.rank = torch.empty(key_states.shape[1], 0, dtype=torch.uint8, device=device)
@@ -265,7 +274,7 @@ class PackedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.__init__(self.fmt, self.rope)  # type: ignore[misc]
+        self.__init__(self.fmt, self.rope, self.ranges)  # type: ignore[misc]
 
     @property
     def _dense_bytes(self) -> int:
