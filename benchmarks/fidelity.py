@@ -1,7 +1,7 @@
 """How close a model stays to itself when its cache is quantized: perplexity, divergence and choices, by format.
 
     python benchmarks/fidelity.py [--model NAME] [--text FILE] [--lengths 2048 8192] [--prefill chunked exact]
-                                  [--kv kivi2 ...] [--out results.jsonl] [--plot FILE.png]
+                                  [--kv kivi2 ...] [--out results.jsonl] [--plot FILE.png] [--report]
 
 The text (by default source code of Python's standard library) is read as a document is: in chunks, each of which reads the
 history before it out of the packed cache (`chunked`); or its first half in one piece that sees itself exactly, and only the
@@ -105,7 +105,13 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", default=[*PRESETS, "kivi2:rope=pre,sink=4", *ABLATIONS, *STOCK])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument(
+        "--report", action="store_true", help="print what is in --out as Markdown, and no more"
+    )
     options = parser.parse_args()
+    if options.report:
+        report(list(known(options.out).values()))
+        return
     loaded = load(find(options.model, offline=True))
     text = options.text.read_text("utf-8") if options.text else library()
     ids = loaded.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -249,6 +255,35 @@ def regrouped(chunks: Iterator[Tensor], like: list[Tensor]) -> Iterator[Tensor]:
         rest = rest[len(piece) :]
 
 
+def report(rows: list[dict[str, Any]]) -> None:
+    """Markdown: a table for each model, text and prefill, with columns for each length."""
+    groups: dict[tuple[str, ...], dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in rows:
+        group = groups.setdefault((row["model"], row["text"], row["prefill"]), {})
+        group.setdefault(row["kv"], {})[row["tokens"]] = row
+    for (model, text, prefill), table in sorted(groups.items()):
+        lengths = sorted({length for cells in table.values() for length in cells})
+        print(f"\n### {model}, {text}, {prefill} prefill\n")
+        print("| cache | bits | " + " | ".join(f"{n:,}: ppl | KL | worst 1 % | same" for n in lengths) + " |")
+        print("| --- | --- |" + " --- | --- | --- | --- |" * len(lengths))
+        for kv, cells in table.items():
+            bits = next(iter(cells.values()))["bits"]
+            parts = [f"`{kv}`" if kv.split(":")[0] in PRESETS else kv, f"{bits:.2f}"]
+            for length in lengths:
+                r = cells.get(length)
+                parts += (
+                    ["", "", "", ""]
+                    if r is None
+                    else [
+                        f"{r['ppl_change']:+.2%}",
+                        f"{r['kl']:.4f}",
+                        f"{r['kl_worst']:.3f}",
+                        f"{r['same']:.1%}",
+                    ]
+                )
+            print("| " + " | ".join(parts) + " |")
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Bits against divergence, a panel for each model, text and length; published settings beside ours."""
     import matplotlib
@@ -275,12 +310,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 [r["bits"] for r in mine], [r["kl"] for r in mine], marker=marker, label=family or "others"
             )
             for r in mine:
-                axis.annotate(r["kv"], (r["bits"], r["kl"]), fontsize=7)
+                axis.annotate(r["kv"], (r["bits"], r["kl"]), (5, 3), textcoords="offset points", fontsize=7)
         axis.set(
             yscale="log", xlabel="true bits", ylabel="KL, nats", title=f"{panel[0]}, {panel[1]}, {panel[2]:,}"
         )
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=60)
 
 
 if __name__ == "__main__":
