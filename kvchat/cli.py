@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,9 +189,9 @@ def _talk(
     if earlier is None:
         reading = steps.read_documents(documents, screen, screens.verbose)
     else:
-        if not documents.paths:
-            options = replace(earlier.options, password=documents.options.password)
-            documents = steps.Documents([*earlier.paths], options)
+        documents = steps.Documents(
+            documents.paths or [*earlier.paths], earlier.options_with(documents.options)
+        )
         system = earlier.system if system is None else system
         reading = steps.read_again(documents, earlier.cache, store, screen)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
@@ -256,7 +256,7 @@ def ingest(
         else:
             screen.say(f"{steps.reading_statistics(session)} · {summary(session.usage())}")
         if not session.stored:
-            raise typer.Exit(1)
+            raise KVChatError("what was read could not be kept, see above; ask reads it again")
         return
     plan = planning.plan(steps.find_config(models, screen), fmt, reading)
     if as_json:

@@ -77,6 +77,7 @@ class Session:
         self.prompt = Prompt(loaded.tokenizer, system, with_document=bool(documents))
         self.prefix = self.prompt.prefix_ids([(d.name, d.text) for d in documents])
         self.turns: list[Turn] = []
+        self.cache_notes: list[str] = []  # all that `notes` has given
         self.restored_tokens = 0
         self.restore_seconds = self.read_seconds = 0.0
         self._stop_ids = self.prompt.stop_ids(loaded.stop_ids)
@@ -120,6 +121,7 @@ class Session:
         if self._entry is None:
             return []
         notes, self._entry.notes = self._entry.notes, []
+        self.cache_notes += notes
         return notes
 
     @property

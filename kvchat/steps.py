@@ -149,7 +149,7 @@ def open_session(
     for note in session.prompt.frame.notes:
         screen.say(note)
     for note in session.notes():
-        screen.say(note)
+        screen.warn(note)
     return session
 
 
@@ -225,7 +225,7 @@ def reading_report(session: Session, reading: Reading) -> dict[str, Any]:
             {"name": d.name, "characters": len(d.text), "notes": d.notes} for d in reading.documents
         ],
         "skipped": [asdict(skipped) for skipped in reading.skipped],
-        "notes": session.prompt.frame.notes,
+        "notes": [*session.prompt.frame.notes, *session.cache_notes],
         "cache": session.stored,
         "statistics": {
             "document_tokens": len(session.prefix),
