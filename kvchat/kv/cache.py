@@ -44,15 +44,18 @@ class KVCache(Cache):
             )
         decoder = model.get_decoder()
         layers = []
+        ropes: dict[tuple[str, int], Rope] = {}  # shared, for their tables
         for layer, kind, settings in zip(decoder.layers, *get_layer_types_and_kwargs(config), strict=True):
             if kind == "sliding_attention":
                 layers.append(DynamicSlidingWindowLayer(**settings))
             elif kind == "full_attention":
                 attention = layer.self_attn
                 rotated = fmt.pre_rope and getattr(attention, "use_rope", True)
-                layers.append(
-                    PackedLayer(fmt, Rope(decoder.rotary_emb, attention, kind) if rotated else None)
-                )
+                rope = None
+                if rotated:
+                    key = (kind, attention.head_dim)
+                    rope = ropes.setdefault(key, ropes.get(key) or Rope(decoder.rotary_emb, attention, kind))
+                layers.append(PackedLayer(fmt, rope))
             else:
                 raise ModelRefused(
                     f"{config.model_type} has a layer of type {kind!r}; kvchat serves full and sliding attention"

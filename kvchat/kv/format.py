@@ -115,6 +115,16 @@ class KVFormat:
             ]
         )
 
+    @property
+    def affine(self) -> bool:
+        """Whether keys and values are packed as KIVI packs them, which is what kernels over packed rows take."""
+        return (
+            isinstance(self.keys, Quant)
+            and isinstance(self.values, Quant)
+            and (self.keys.packed and self.keys.axis == "channel")
+            and (self.values.packed and self.values.axis == "token")
+        )
+
     def true_bits(self, head_dim: int) -> float:
         """Mean bits an element of packed keys and values, with all that is needed to read them back."""
         return (self.keys.true_bits(head_dim) + self.values.true_bits(head_dim)) / 2

@@ -1,5 +1,8 @@
 """The kernels that the cache runs on, chosen here and nowhere else."""
 
+from typing import Any
+
+from kvchat_kernels.reference import Packed
 from kvchat_kernels.torch_attend import attention, merge
 from kvchat_kernels.torch_pack import dequantize, quantize
 from kvchat_kernels.torch_ranked import (
@@ -8,9 +11,12 @@ from kvchat_kernels.torch_ranked import (
     quantize_ranked,
     quantize_rotated,
 )
+from torch import Tensor
 
 __all__ = [
+    "Packed",
     "attention",
+    "attention_packed",
     "dequantize",
     "dequantize_ranked",
     "dequantize_rotated",
@@ -19,3 +25,10 @@ __all__ = [
     "quantize_ranked",
     "quantize_rotated",
 ]
+
+
+def attention_packed(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    # importing numba takes as long as answering some tokens, which only those who run it should wait for
+    from kvchat_kernels import cpu_attend
+
+    return cpu_attend.attention_packed(*args, **settings)
