@@ -40,26 +40,33 @@ def attention_packed(
         raise ValueError("keys go by channel in groups of whole blocks, values by token")
     heads, count, dim = query.shape
     kv_heads, tokens, _ = key.codes.shape
-    attend, stage, join = kernels(dim, key.bits, value.bits, key.group, value.group)
+    attend, stage, join = kernels(dim, key.bits, value.bits, value.group)
     keys, values = _rows(key), _rows(value)
     none = np.empty((0, dim), np.float32)
     cos, sin = (none, none) if rope is None else (t.float().contiguous().numpy() for t in rope)
     rows = heads // kv_heads * count
     if rows <= FEW_ROWS:
-        folded = (query.float() * scaling).reshape(kv_heads, rows, dim).numpy()
+        folded = (query.float() * scaling).reshape(kv_heads, rows, dim).contiguous().numpy()
         splits = -(-tokens // SPLIT)
         outputs = np.empty((kv_heads, splits, rows, dim), np.float32)
         lses = np.empty((kv_heads, splits, rows), np.float32)
         cap = np.float32(softcap or 0)
-        _shared(attend, kv_heads * splits, folded, keys, values, tokens, cos, sin, cap, outputs, lses)
+        _shared(
+            attend, kv_heads * splits, folded, keys, key.group, values, tokens, cos, sin, cap, outputs, lses
+        )
         output, lse = join(outputs, lses)
         return torch.from_numpy(output).reshape(query.shape), torch.from_numpy(lse).reshape(heads, count)
     state = None
+    buffer = torch.empty(
+        2 * kv_heads * min(TILE, tokens) * dim
+    )  # one for all tiles: fresh memory costs page faults
     for first in range(0, tokens, TILE):
-        staged = torch.empty(2, kv_heads, min(TILE, tokens - first), dim)
-        k, v = staged.numpy()
-        _shared(stage, kv_heads * k.shape[1] // BLOCK, keys, values, first, cos, sin, k, v)
-        part = torch_attend.attention(query, staged[0], staged[1], scaling, softcap=softcap)
+        length = min(TILE, tokens - first)
+        k, v = buffer[: 2 * kv_heads * length * dim].view(2, kv_heads, length, dim)
+        _shared(
+            stage, kv_heads * length // BLOCK, keys, key.group, values, first, cos, sin, k.numpy(), v.numpy()
+        )
+        part = torch_attend.attention(query, k, v, scaling, softcap=softcap)
         state = torch_attend.merge(state, part)
     assert state is not None
     return state

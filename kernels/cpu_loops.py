@@ -207,9 +207,7 @@ def _turn(block: Any, dim: Any, step: Any, low: Any, cos: Any, sin: Any) -> None
 
 
 @functools.cache
-def kernels(
-    dim: int, key_bits: int, value_bits: int, key_group: int, value_group: int
-) -> tuple[Any, Any, Any]:
+def kernels(dim: int, key_bits: int, value_bits: int, value_group: int) -> tuple[Any, Any, Any]:
     """`attend`, `stage` and `join`, each compiled at its first call. The first two do the jobs first .. end of all."""
     key_row, value_row = dim * key_bits // 8, dim * value_bits // 8
     key_lanes, value_lanes = _lanes(dim, key_bits), _lanes(dim, value_bits)
@@ -221,6 +219,7 @@ def kernels(
         end: int,
         query: Any,
         keys: Any,
+        key_group: int,
         values: Any,
         tokens: int,
         cos: Any,
@@ -301,6 +300,7 @@ def kernels(
         first: int,
         end: int,
         keys: Any,
+        key_group: int,
         values: Any,
         start: int,
         cos: Any,

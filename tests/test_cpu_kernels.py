@@ -57,17 +57,13 @@ def error(
     return max(float((a.double() - b).abs().max()) for a, b in zip(got, wanted, strict=True))
 
 
-DIMS = (8, 16, 64, 72, 80, 96, 128, 256)
-BITS = [*((b, b) for b in (2, 3, 4)), (4, 2), (2, 3)]
-
-
 @pytest.mark.parametrize("rope", [False, True], ids=["", "rope"])
 @pytest.mark.parametrize("dim", [16, 64, 80])
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def test_equals_the_reference(bits: tuple[int, int], dim: int, rope: bool) -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_equals_the_reference(bits: int, dim: int, rope: bool) -> None:
     """Lengths about a split's, few queries (loops) and many (torch's products), with and without a softcap."""
     for tokens, (share, count) in itertools.product((32, 544, 1056), ((1, 1), (3, 1), (4, 5), (7, 19))):
-        key, value = packed(tokens, dim, bits)
+        key, value = packed(tokens, dim, (bits, bits))
         for softcap in (None, 5.0):
             got = error(
                 queries(2 * share, count, dim),
@@ -79,20 +75,19 @@ def test_equals_the_reference(bits: tuple[int, int], dim: int, rope: bool) -> No
             assert got < TOLERANCE, (tokens, share, count, softcap)
 
 
-@pytest.mark.parametrize("dim", sorted(set(DIMS) - {16, 64, 80}))
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_any_head_dim(bits: int, dim: int) -> None:
-    key, value = packed(96, dim, (bits, bits))
+@pytest.mark.parametrize(("bits", "dim"), [((2, 2), 8), ((3, 2), 72), ((4, 3), 96), ((2, 4), 128)], ids=str)
+def test_any_head_dim_and_bits(bits: tuple[int, int], dim: int) -> None:
+    key, value = packed(96, dim, bits)
     for count, rope in ((1, None), (50, angles(96, dim))):
         assert error(queries(4, count, dim), key, value, rope=rope) < TOLERANCE
 
 
-@pytest.mark.parametrize("groups", list(itertools.product((32, 64, 128), (64, 128))), ids=str)
+@pytest.mark.parametrize("groups", [(32, 64), (64, 32), (128, 128)], ids=str)
 def test_any_group(groups: tuple[int, int]) -> None:
-    for dim in (64, 80):
-        key, value = packed(1024 + groups[0], dim, (2, 4), groups)
-        for count in (1, 50):
-            assert error(queries(6, count, dim), key, value) < TOLERANCE
+    """Also one that ends within a head, and one that is wider than it."""
+    key, value = packed(1024 + groups[0], 80, (2, 2), groups)
+    for count in (1, 50):
+        assert error(queries(6, count, 80), key, value) < TOLERANCE
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 32, 33, 100, 512])
@@ -166,7 +161,7 @@ def amid(part: Tensor, before: int, after: int, head: int) -> Tensor:
 @pytest.mark.parametrize("count", [1, 50])
 @pytest.mark.parametrize("rope", [False, True], ids=["", "rope"])
 def test_rows_in_a_larger_buffer_give_the_same_to_the_bit(rope: bool, count: int) -> None:
-    for dim, bits in ((64, 2), (80, 3), (8, 4)):
+    for dim, bits in ((64, 2), (80, 3), (16, 4)):
         query, turns = queries(4, count, dim), angles(544, dim) if rope else None
         plain = packed(544, dim, (bits, bits))
         wanted = cpu_attend.attention_packed(query, *plain, 0.2, rope=turns)
