@@ -5,6 +5,7 @@ tested against it.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,6 +127,39 @@ def attention(
                 scores[:, i, : max(0, newest + 1 - window)] = -math.inf
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v, lse
+
+
+class Packed(NamedTuple):
+    """The packed keys or values of one layer: what `quantize` returned, and how."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    axis: str
+    group: int
+
+
+def attention_packed(
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    scaling: float,
+    *,
+    rope: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of queries [Hq, T, D] over packed keys and values, all of which every query sees.
+
+    rope: cos and sin [S, D] of each key's position, for keys that were packed before RoPE; channels c and c + D/2 turn
+    together. Returns output [Hq, T, D] and LSE [Hq, T], float64.
+    """
+    k, v = (dequantize(*packed, torch.float64) for packed in (key, value))
+    if rope is not None:
+        cos, sin = (t.double() for t in rope)
+        first, second = k.chunk(2, -1)
+        k = k * cos + torch.cat([-second, first], -1) * sin
+    return attention(query, k, v, scaling, softcap=softcap)
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

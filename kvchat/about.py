@@ -18,7 +18,17 @@ from kvchat.models.find import DEFAULT, Found, list_local
 from kvchat.ui.screen import Screen
 from kvchat.ui.tables import table
 
-PACKAGES = ("torch", "transformers", "tokenizers", "triton", "pypdf", "typer", "rich", "prompt_toolkit")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numba",
+    "triton",
+    "pypdf",
+    "typer",
+    "rich",
+    "prompt_toolkit",
+)
 
 
 def show_models(screen: Screen) -> None:
@@ -81,7 +91,10 @@ def show_machine(screen: Screen) -> None:
         ]
     )
     rows += _devices()
-    rows.append(["attention", "tile loop in torch, for every format; no fused kernel yet"])
+    kernel = [fmt.name for fmt in PRESETS.values() if fmt.affine]
+    loop = [fmt.name for fmt in PRESETS.values() if not fmt.affine]
+    rows.append(["attention, cpu", f"numba over packed rows: {', '.join(kernel)}; torch: {', '.join(loop)}"])
+    rows.append(["attention, gpu", "tile loop in torch, for every format; no fused kernel yet"])
     rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install matplotlib"])
     for name, folder in (
         ("models", places.models()),

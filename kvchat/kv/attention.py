@@ -1,4 +1,4 @@
-"""`attend`: attention straight over packed keys and values, one tile at a time.
+"""`attend`: attention straight over packed keys and values: by a kernel that reads codes, or one tile at a time.
 
 transformers calls it in place of its own attention functions (`AttentionInterface`). No mask function is registered for
 its name, so no [queries, keys] mask of the history is ever built: causality and windows are decided here.
@@ -38,7 +38,7 @@ def attend(
     q = query[0]
     if isinstance(key, PackedLayer):
         key.observe(q)
-        output = _over_tiles(q, key, scaling, softcap)
+        output = _over_layer(q, key, scaling, softcap)
     else:
         assert isinstance(value, Tensor)
         output, _lse = ops.attention(
@@ -47,12 +47,18 @@ def attend(
     return output.to(query.dtype).transpose(0, 1)[None].contiguous(), None
 
 
-def _over_tiles(query: Tensor, layer: PackedLayer, scaling: float, softcap: float | None) -> Tensor:
-    """Attention of the newest tokens [Hq, T, D] over a whole layer, tiles merged by LSE; [Hq, T, D] float32."""
+def _over_layer(query: Tensor, layer: PackedLayer, scaling: float, softcap: float | None) -> Tensor:
+    """Attention of the newest tokens [Hq, T, D] over a whole layer, pieces merged by LSE; [Hq, T, D] float32.
+
+    Packed rows go to a kernel as they are, or tile by tile where there is none.
+    """
     count = query.shape[1]
     first = layer.get_seq_length() - count
     state = None
-    for start, keys, values in layer.tiles():
+    packed = layer.packed
+    if packed is not None:
+        state = ops.attention_packed(query, *packed[:2], scaling, rope=packed[2], softcap=softcap)
+    for start, keys, values in layer.tiles(packed is None):
         past = min(first - start, keys.shape[1]) if count > 1 else keys.shape[1]
         if past > 0:
             part = ops.attention(query, keys[:, :past], values[:, :past], scaling, softcap=softcap)

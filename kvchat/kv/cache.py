@@ -48,6 +48,7 @@ class KVCache(Cache):
             )
         decoder = model.get_decoder()
         layers = []
+        ropes: dict[tuple[str, int], Rope] = {}  # shared, for their tables
         kinds = zip(decoder.layers, *get_layer_types_and_kwargs(config), strict=True)
         for i, (layer, kind, settings) in enumerate(kinds):
             if kind == "sliding_attention":
@@ -55,7 +56,12 @@ class KVCache(Cache):
             elif kind == "full_attention":
                 attention = layer.self_attn
                 rotated = fmt.pre_rope and getattr(attention, "use_rope", True)
-                rope = Rope(decoder.rotary_emb, attention, kind) if rotated else None
+                rope = None
+                if rotated:
+                    key = (kind, attention.head_dim)
+                    if key not in ropes:
+                        ropes[key] = Rope(decoder.rotary_emb, attention, kind)
+                    rope = ropes[key]
                 ranges = calibration.ranges(i, fmt, model.device) if calibration else (None, None)
                 layers.append(PackedLayer(fmt, rope, ranges))
             else:

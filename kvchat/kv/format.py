@@ -148,6 +148,16 @@ class KVFormat:
         """Whether it needs a calibration of the model."""
         return isinstance(self.keys, NonUniform) or isinstance(self.values, NonUniform)
 
+    @property
+    def affine(self) -> bool:
+        """Whether keys and values are packed as KIVI packs them, which is what kernels over packed rows take."""
+        return (
+            isinstance(self.keys, Quant)
+            and isinstance(self.values, Quant)
+            and (self.keys.packed and self.keys.axis == "channel")
+            and (self.values.packed and self.values.axis == "token")
+        )
+
     def true_bits(self, head_dim: int, kv_heads: int) -> float:
         """Mean bits an element of packed keys and values, with all that a token needs to be read back."""
         return (self.keys.true_bits(head_dim, kv_heads) + self.values.true_bits(head_dim, kv_heads)) / 2

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvchat.errors import KVChatError
 from kvchat.kv.calibration import Ranges
 from kvchat.kv.format import KVFormat, Ranked
+from kvchat.kv.ops import Packed
 from kvchat.kv.rope import Rope
 from kvchat.kv.rows import PackedRows, fields
 
@@ -186,16 +187,43 @@ class PackedLayer(CacheLayerMixin):
             torch.stack([first, first + rank.shape[1]], 2).flatten(1) if rank.numel() else None
         )
 
-    def tiles(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+    @property
+    def packed(self) -> tuple[Packed, Packed, tuple[Tensor, Tensor] | None] | None:
+        """Packed keys, packed values, and cos and sin of the keys' positions where they were packed before RoPE.
+
+        None where no kernel reads them (see `tiles`), or nothing is packed yet.
+        """
+        if not self.packed_tokens or not self.fmt.affine:
+            return None
+        assert self.keys is not None
+        if self.keys.device.type != "cpu" or (self.rope is not None and not self.rope.halves):
+            return None
+        keys, values = (rows.packed(self.packed_tokens) for rows in self.rows)
+        return keys, values, self._rope()
+
+    def _rope(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [packed tokens, head_dim]."""
+        if self.rope is None:
+            return None
+        first, block = self.starts[0], self.fmt.block
+        table = self.rope.table(max(self.starts) + block)
+        if self.starts == list(range(first, first + self.packed_tokens, block)):
+            cos, sin = table[:, first : first + self.packed_tokens]  # a view, not a copy a layer and token
+        else:
+            cos, sin = table[:, self._positions(0, self.packed_tokens)]
+        return cos, sin
+
+    def tiles(self, packed: bool = True) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (index of the first token, keys, values), oldest first, in model precision: [heads, n, head_dim].
 
-        Only the last one, the window, can hold tokens that a query of the newest chunk may not see.
+        Only the last one, the window, can hold tokens that a query of the newest chunk may not see. Without `packed`,
+        sink and window alone.
         """
         assert self.keys is not None and self.values is not None
         sink = self.sink[0].shape[2]
         if sink:
             yield 0, self.sink[0][0], self.sink[1][0]
-        for start in range(0, self.packed_tokens, TILE):
+        for start in range(0, self.packed_tokens if packed else 0, TILE):
             stop = min(start + TILE, self.packed_tokens)
             keys = self.rows[0].read(start, stop)
             if self.rope is not None:

@@ -1,5 +1,8 @@
 """The kernels that the cache runs on, chosen here and nowhere else."""
 
+from typing import Any
+
+from kvchat_kernels.reference import Packed
 from kvchat_kernels.torch_attend import attention, merge
 from kvchat_kernels.torch_nonuniform import dequantize_nonuniform, quantize_channels, quantize_tokens
 from kvchat_kernels.torch_pack import dequantize, quantize
@@ -9,9 +12,12 @@ from kvchat_kernels.torch_ranked import (
     quantize_ranked,
     quantize_rotated,
 )
+from torch import Tensor
 
 __all__ = [
+    "Packed",
     "attention",
+    "attention_packed",
     "dequantize",
     "dequantize_nonuniform",
     "dequantize_ranked",
@@ -23,3 +29,10 @@ __all__ = [
     "quantize_rotated",
     "quantize_tokens",
 ]
+
+
+def attention_packed(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    # importing numba takes as long as answering some tokens, which only those who run it should wait for
+    from kvchat_kernels import cpu_attend
+
+    return cpu_attend.attention_packed(*args, **settings)

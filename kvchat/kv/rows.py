@@ -125,6 +125,13 @@ class PackedRows:
             return parts[0].to(self.dtype)
         return ops.dequantize(*parts, quant.bits, quant.axis, quant.group, self.dtype)
 
+    def packed(self, tokens: int) -> ops.Packed:
+        """The first `tokens` as they lie in memory, for kernels that read codes; only where `quant` is a packed `Quant`."""
+        quant = self.quant
+        assert isinstance(quant, Quant) and quant.packed
+        codes, scale, zero = self.stored(0, tokens)
+        return ops.Packed(codes, scale, zero, quant.bits, quant.axis, quant.group)
+
     def _encode(self, x: Tensor) -> Sequence[Tensor]:
         quant = self.quant
         if isinstance(quant, Ranked):
