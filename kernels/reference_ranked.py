@@ -1,9 +1,10 @@
 """The truth for kvchat's own formats: keys with bits by rank, values rotated. Plain torch, written to be read."""
 
 import math
+from typing import NamedTuple
 
 import torch
-from kvchat_kernels.reference import pack, unpack
+from kvchat_kernels.reference import attention, pack, rotated, unpack
 from torch import Tensor
 
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -18,6 +19,41 @@ LEVELS = {
     ),
 }
 """Lloyd-Max levels of a normal variable (Max, 1960), by bits."""
+
+
+class PackedRanked(NamedTuple):
+    """The packed keys of one layer: what `quantize_ranked` returned, and the channels [heads, D] in rank order."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor
+    bits: tuple[int, ...]
+    group: int
+
+
+class PackedRotated(NamedTuple):
+    """The packed values of one layer: what `quantize_rotated` returned."""
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+
+
+def attention_packed(
+    query: Tensor,
+    key: PackedRanked,
+    value: PackedRotated,
+    scaling: float,
+    *,
+    rope: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attention_packed`."""
+    ranked = dequantize_ranked(key.codes, key.scale, key.zero, key.bits, key.group, torch.float64)
+    k = torch.zeros_like(ranked).scatter_(2, key.order[:, None].expand_as(ranked), ranked)
+    v = dequantize_rotated(*value, torch.float64)
+    return attention(query, k if rope is None else rotated(k, rope), v, scaling, softcap=softcap)
 
 
 def encode_scale(scale: Tensor) -> Tensor:

@@ -92,4 +92,9 @@ def quantize_rotated(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantize_rotated(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     levels = _levels(bits, codes.device)[0]
     rotated = levels[unpack(codes, bits).int()] * decode_scale(scale)
-    return (rotated @ _hadamard(rotated.shape[-1], codes.device)).to(dtype)
+    return rotate_back(rotated).to(dtype)
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """Values [..., D], or sums of values, times the Hadamard matrix that they were rotated by."""
+    return x @ _hadamard(x.shape[-1], x.device)

@@ -91,8 +91,8 @@ def show_machine(screen: Screen) -> None:
         ]
     )
     rows += _devices()
-    kernel = [fmt.name for fmt in PRESETS.values() if fmt.affine]
-    loop = [fmt.name for fmt in PRESETS.values() if not fmt.affine]
+    kernel = [fmt.name for fmt in PRESETS.values() if fmt.fused]
+    loop = [fmt.name for fmt in PRESETS.values() if not fmt.fused]
     rows.append(["attention, cpu", f"numba over packed rows: {', '.join(kernel)}; torch: {', '.join(loop)}"])
     rows.append(["attention, gpu", "tile loop in torch, for every format; no fused kernel yet"])
     rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install matplotlib"])

@@ -246,7 +246,7 @@ def test_nothing_dense_is_larger_than_a_tile_or_the_window(
     # keys for every query head, or the scores of a chunk over what it looks at in one go
     limit = max(128, loose) * HEADS * max(HEAD_DIM, CHUNK)
     assert limit < DENSE_HISTORY
-    if fmt.pre_rope and fmt.affine:  # cos and sin of every position, one table for all layers
+    if fmt.pre_rope and fmt.fused:  # cos and sin of every position, one table for all layers
         limit = 2 * (LONG + GROWTH) * HEAD_DIM
     assert largest.most <= limit
 

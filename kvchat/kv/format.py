@@ -149,8 +149,10 @@ class KVFormat:
         return isinstance(self.keys, NonUniform) or isinstance(self.values, NonUniform)
 
     @property
-    def affine(self) -> bool:
-        """Whether keys and values are packed as KIVI packs them, which is what kernels over packed rows take."""
+    def fused(self) -> bool:
+        """Whether there are kernels over packed rows: packed as KIVI does it, or as kvchat's own formats."""
+        if isinstance(self.keys, Ranked):
+            return isinstance(self.values, Rotated)
         return (
             isinstance(self.keys, Quant)
             and isinstance(self.values, Quant)

@@ -16,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin
 from kvchat.errors import KVChatError
 from kvchat.kv.calibration import Ranges
 from kvchat.kv.format import KVFormat, Ranked
-from kvchat.kv.ops import Packed
 from kvchat.kv.rope import Rope
 from kvchat.kv.rows import PackedRows, fields
 
@@ -188,12 +187,12 @@ class PackedLayer(CacheLayerMixin):
         )
 
     @property
-    def packed(self) -> tuple[Packed, Packed, tuple[Tensor, Tensor] | None] | None:
+    def packed(self) -> tuple[Any, Any, tuple[Tensor, Tensor] | None] | None:
         """Packed keys, packed values, and cos and sin of the keys' positions where they were packed before RoPE.
 
         None where no kernel reads them (see `tiles`), or nothing is packed yet.
         """
-        if not self.packed_tokens or not self.fmt.affine:
+        if not self.packed_tokens or not self.fmt.fused:
             return None
         assert self.keys is not None
         if self.keys.device.type != "cpu" or (self.rope is not None and not self.rope.halves):
@@ -206,7 +205,7 @@ class PackedLayer(CacheLayerMixin):
         if self.rope is None:
             return None
         first, block = self.starts[0], self.fmt.block
-        table = self.rope.table(max(self.starts) + block)
+        table = self.rope.table(max(self.starts) + block, by_channel=isinstance(self.fmt.keys, Ranked))
         if self.starts == list(range(first, first + self.packed_tokens, block)):
             cos, sin = table[:, first : first + self.packed_tokens]  # a view, not a copy a layer and token
         else:

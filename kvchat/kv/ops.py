@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvchat_kernels.reference import Packed
+from kvchat_kernels.reference_ranked import PackedRanked, PackedRotated
 from kvchat_kernels.torch_attend import attention, merge
 from kvchat_kernels.torch_nonuniform import dequantize_nonuniform, quantize_channels, quantize_tokens
 from kvchat_kernels.torch_pack import dequantize, quantize
@@ -16,6 +17,8 @@ from torch import Tensor
 
 __all__ = [
     "Packed",
+    "PackedRanked",
+    "PackedRotated",
     "attention",
     "attention_packed",
     "dequantize",
@@ -31,8 +34,11 @@ __all__ = [
 ]
 
 
-def attention_packed(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+def attention_packed(
+    query: Tensor, key: Packed | PackedRanked, *args: Any, **settings: Any
+) -> tuple[Tensor, Tensor]:
     # importing numba takes as long as answering some tokens, which only those who run it should wait for
-    from kvchat_kernels import cpu_attend
+    from kvchat_kernels import cpu_attend, cpu_ranked
 
-    return cpu_attend.attention_packed(*args, **settings)
+    kernel: Any = cpu_ranked if isinstance(key, PackedRanked) else cpu_attend
+    return kernel.attention_packed(query, key, *args, **settings)

@@ -37,6 +37,7 @@ class Rope:
             )
         self.halves = self._turns_halves(attention.head_dim)
         self._table = torch.empty(2, 0, attention.head_dim)
+        self._columns = self._table
 
     def _turns_halves(self, head_dim: int) -> bool:
         """Whether channels c and c + D/2 turn together, all of them, as kernels over packed keys do it."""
@@ -50,14 +51,21 @@ class Rope:
         turned = key * cos + torch.cat([-second, first], -1) * sin
         return torch.allclose(turned, self.rotate(key, positions), atol=1e-5)
 
-    def table(self, tokens: int) -> Tensor:
-        """cos and sin [2, tokens, D] of the first positions, float32, for keys whose `halves` turn; kept for the next call."""
+    def table(self, tokens: int, by_channel: bool = False) -> Tensor:
+        """cos and sin [2, tokens, D] of the first positions, float32, for keys whose `halves` turn; kept for the next call.
+
+        by_channel: the positions of a channel lie side by side.
+        """
         if self._table.shape[1] < tokens:
             device = next(self._embedding.buffers()).device
             positions = torch.arange(tokens + GROWTH, device=device)
             like = self._table.to(device)
             self._table = torch.stack(self._cos_sin(like, positions))[:, 0]
-        return self._table[:, :tokens]
+        if not by_channel:
+            return self._table[:, :tokens]
+        if self._columns.shape[1] < tokens:
+            self._columns = self._table.transpose(1, 2).contiguous().transpose(1, 2)
+        return self._columns[:, :tokens]
 
     def _cos_sin(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[1, T, D] each, of `like`'s type and device."""

@@ -125,11 +125,16 @@ class PackedRows:
             return parts[0].to(self.dtype)
         return ops.dequantize(*parts, quant.bits, quant.axis, quant.group, self.dtype)
 
-    def packed(self, tokens: int) -> ops.Packed:
-        """The first `tokens` as they lie in memory, for kernels that read codes; only where `quant` is a packed `Quant`."""
-        quant = self.quant
-        assert isinstance(quant, Quant) and quant.packed
-        codes, scale, zero = self.stored(0, tokens)
+    def packed(self, tokens: int) -> ops.Packed | ops.PackedRanked | ops.PackedRotated:
+        """The first `tokens` as they lie in memory, for kernels that read codes; only of a format that is `fused`."""
+        quant, parts = self.quant, self.stored(0, tokens)
+        if isinstance(quant, Ranked):
+            assert self.order is not None
+            return ops.PackedRanked(parts[0], parts[1], parts[2], self.order, self._bits, quant.group)
+        if isinstance(quant, Rotated):
+            return ops.PackedRotated(parts[0], parts[1], quant.bits)
+        assert isinstance(quant, Quant)
+        codes, scale, zero = parts
         return ops.Packed(codes, scale, zero, quant.bits, quant.axis, quant.group)
 
     def _encode(self, x: Tensor) -> Sequence[Tensor]:
