@@ -119,7 +119,7 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     if verbose:
         screen.say(
             f"{loaded.name} on {loaded.device} in {str(loaded.dtype).removeprefix('torch.')}, "
-            f"{loaded.context:,} tokens of context; attention by the tile loop in torch"
+            f"{loaded.context:,} tokens of context"
         )
     return loaded
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvchat_kernels import cpu_attend, torch_attend
+from kvchat_kernels import cpu_attend, cpu_ranked, torch_attend
 from tiny import tiny_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,7 +235,8 @@ def test_nothing_dense_is_larger_than_a_tile_or_the_window(
 
     for module in (ops, torch_attend):  # which the kernel over packed rows calls
         monkeypatch.setattr(module, "attention", recorded_attention)
-    monkeypatch.setattr(cpu_attend, "TILE", 128)
+    for module in (cpu_attend, cpu_ranked):
+        monkeypatch.setattr(module, "TILE", 128)
     cache = KVCache(model, fmt)
     cache.reserve(LONG)
     with LargestFloat() as largest:
