@@ -1,4 +1,4 @@
-"""`kvchat models list|info` and `kvchat doctor`: what is here."""
+"""`kvchat models` and `kvchat doctor`: what is here."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Annotated
 
-import psutil
+import typer
 
-from kvchat import flags, places
+from kvchat import flags, places, steps
 from kvchat.errors import KVChatError
 from kvchat.kv.format import PRESETS
 from kvchat.memory import human, usage
 from kvchat.models.families import cache_shape, context_length, read_config
-from kvchat.models.find import DEFAULT, Found, list_local
+from kvchat.models.find import DEFAULT, find, list_local
 from kvchat.ui.screen import Screen
 from kvchat.ui.tables import table
 
@@ -31,7 +32,30 @@ PACKAGES = (
 )
 
 
-def show_models(screen: Screen) -> None:
+app = typer.Typer(help="Bring models to this machine and look at them.", no_args_is_help=True)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help=f"{DEFAULT}, smollm2, a hub id or a GGUF file.")] = DEFAULT,
+    offline: Annotated[
+        bool, typer.Option("--offline", envvar="KVCHAT_OFFLINE", help="Fetch nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the folder alone.")] = False,
+) -> None:
+    """Download or convert a model, once, and print its folder."""
+    from kvchat.models import pull
+
+    screen = Screen(quiet=quiet)
+    for line in pull.pull(name, offline):
+        screen.say(line)
+    print(find(name, offline).folder)
+
+
+@app.command(name="list")
+def list_models() -> None:
+    """List the models that are ready on this machine."""
+    screen = Screen()
     rows = []
     for found in list_local():
         try:
@@ -47,7 +71,13 @@ def show_models(screen: Screen) -> None:
     screen.show(table(["model", "architecture", "weights", "context"], rows))
 
 
-def show_model(found: Found, screen: Screen) -> None:
+@app.command()
+def info(
+    name: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
+) -> None:
+    """Show a model's shape, its context, and whether kvchat can serve it."""
+    screen = Screen()
+    found = steps.find_config(flags.ModelFlags(name), screen)
     config = read_config(found.folder)
     shape = cache_shape(config)
     layer = shape.layers[0]
@@ -74,7 +104,11 @@ def show_model(found: Found, screen: Screen) -> None:
     screen.show(table([found.name, ""], rows))
 
 
-def show_machine(screen: Screen) -> None:
+def doctor() -> None:
+    """Show versions, devices, free memory, folders and what is set."""
+    import psutil
+
+    screen = Screen()
     rows = [
         ["kvchat", version("kvchat")],
         ["python", f"{platform.python_version()} on {platform.platform()}"],

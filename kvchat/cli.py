@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvchat import __version__, caches, calibrations, flags, places, steps
+from kvchat import __version__, about, caches, calibrations, flags, places, steps
+from kvchat.arguments import question_from_stdin, split_arguments
 from kvchat.conversations import last
 from kvchat.documents import Reading
-from kvchat.errors import InputError, Interrupted, KVChatError, UsageError
+from kvchat.errors import Interrupted, KVChatError, UsageError
 from kvchat.flags import AnswerFlags, CacheFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
 from kvchat.kv.format import PRESETS, parse
 from kvchat.models.find import DEFAULT
@@ -41,8 +42,7 @@ app = typer.Typer(
     help="Ask whole books and codebases. The document goes into one long context; its keys and values are kept in 2, 3 "
     "or 4 bits, and a gauge compares that with fp16.",
 )
-models_app = typer.Typer(help="Bring models to this machine and look at them.", no_args_is_help=True)
-app.add_typer(models_app, name="models")
+app.add_typer(about.app, name="models")
 app.add_typer(caches.app, name="cache")
 
 
@@ -110,7 +110,7 @@ def ask(
 
     kvchat ask book.pdf "When was the bridge built?"
     """
-    paths, question = _split_arguments(arguments or [], file or [])
+    paths, question = split_arguments(arguments or [], file or [])
     documents = steps.Documents(paths, document_flags.options())
     if question is None:
         if sys.stdin.isatty() and "-" not in paths and not as_json:
@@ -118,7 +118,7 @@ def ask(
                 documents, models, formats, stores, answers, screens, vi=False, history=places.history_file()
             )
             return
-        question = _question_from_stdin(paths)
+        question = question_from_stdin(paths)
     fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
     reading = steps.read_documents(documents, screen, screens.verbose)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
@@ -354,71 +354,4 @@ def calibrate(
     screen.say(f"{loaded.name} is calibrated on {source}; it holds for kvquant4, kvquant3 and kvquant2")
 
 
-@models_app.command(name="pull")
-def models_pull(
-    name: Annotated[str, typer.Argument(help=f"{DEFAULT}, smollm2, a hub id or a GGUF file.")] = DEFAULT,
-    offline: Annotated[
-        bool, typer.Option("--offline", envvar="KVCHAT_OFFLINE", help="Fetch nothing.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the folder alone.")] = False,
-) -> None:
-    """Download or convert a model, once, and print its folder."""
-    from kvchat.models.find import find
-    from kvchat.models.pull import pull
-
-    screen = Screen(quiet=quiet)
-    for line in pull(name, offline):
-        screen.say(line)
-    print(find(name, offline).folder)
-
-
-@models_app.command(name="list")
-def models_list() -> None:
-    """List the models that are ready on this machine."""
-    from kvchat import about
-
-    about.show_models(Screen())
-
-
-@models_app.command(name="info")
-def models_info(
-    name: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
-) -> None:
-    """Show a model's shape, its context, and whether kvchat can serve it."""
-    from kvchat import about
-
-    screen = Screen()
-    about.show_model(steps.find_config(ModelFlags(name), screen), screen)
-
-
-@app.command()
-def doctor() -> None:
-    """Show versions, devices, free memory, folders and what is set."""
-    from kvchat import about
-
-    about.show_machine(Screen())
-
-
-def _split_arguments(arguments: list[str], files: list[str]) -> tuple[list[str], str | None]:
-    """Paths and the question, which comes last and is no path. Raises InputError for a path that isn't there."""
-    paths, question = [*files, *arguments], None
-    if arguments and arguments[-1] != "-" and not steps.exists(arguments[-1]):
-        question = paths.pop()
-        if not question.strip():
-            raise UsageError("the question is empty; put it last, in quotes")
-        if steps.looks_like_path(question) or not paths:
-            raise InputError(
-                f"no such file or folder: {question}; check the path, and put a question last, in quotes"
-            )
-    if not paths:
-        raise UsageError('there is nothing to read; use: kvchat ask PATH... "QUESTION"')
-    return paths, question
-
-
-def _question_from_stdin(paths: list[str]) -> str:
-    if sys.stdin.isatty() or "-" in paths:
-        raise UsageError('there is no question; put it last, in quotes: kvchat ask PATH "QUESTION"')
-    question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
-    if not question:
-        raise UsageError("the question read from stdin is empty; put it last, in quotes")
-    return question
+app.command()(about.doctor)
