@@ -236,6 +236,7 @@ def test_nothing_dense_is_larger_than_a_tile_or_the_window(
     for module in (ops, torch_attend):  # which the kernel over packed rows calls
         monkeypatch.setattr(module, "attention", recorded_attention)
     monkeypatch.setattr(cpu_attend, "TILE", 128)
+    monkeypatch.setattr(attention, "LONG", 1)
     cache = KVCache(model, fmt)
     cache.reserve(LONG)
     with LargestFloat() as largest:
