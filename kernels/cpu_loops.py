@@ -3,6 +3,8 @@
 They are written for LLVM to vectorize: lengths are constants of what is compiled, and what a lane reads lies beside what the next
 one reads. Where it did not (a run of channels in a bit plane is short, and what is read might overlap what is written), `_run`
 spells the vectors out.
+
+All in one file, since numba takes what it kept for current as long as the file of a kernel is unchanged.
 """
 
 import functools
@@ -11,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from kvchat_kernels.reference import PLANES
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -144,9 +145,9 @@ def _run(
     return types.void(codes, number, number, number, real, real, out, number, lanes, more), generate
 
 
-def _lanes(dim: int, bits: int) -> int:
-    """The widest vector, up to 16 lanes, that divides every run of channels in a bit plane."""
-    return math.gcd(16, *(dim * width // 8 for width in PLANES[bits]))
+def _lanes(dim: int, width: int) -> int:
+    """The widest vector, up to 16 lanes, that divides a run of channels in a bit plane of `width`."""
+    return math.gcd(16, dim * width // 8)
 
 
 @inlined
@@ -156,13 +157,17 @@ def _unpack(
     bits: Any,
     dim: Any,
     lanes: Any,
+    top_lanes: Any,
     step: Any,
     low: Any,
     groups: Any,
     width: Any,
     out: Any,
 ) -> None:
-    """BLOCK rows from codes[at] on to out [BLOCK * dim] as code * step + low, of which a token has `groups`, `width` channels each."""
+    """BLOCK rows from codes[at] on to out [BLOCK * dim] as code * step + low; `top_lanes` for the plane of a third bit.
+
+    A token has `groups` steps and lows, for `width` channels each.
+    """
     row = dim * bits // 8
     plane = 4 if bits == 4 else 2
     run = dim * plane // 8
@@ -175,10 +180,10 @@ def _unpack(
     if bits == 3:
         for t in range(BLOCK):
             for f in range(8):
-                for c in range(f * dim // 8, (f + 1) * dim // 8, lanes):
+                for c in range(f * dim // 8, (f + 1) * dim // 8, top_lanes):
                     g = t * groups + c // width
                     start = at + t * row + run + c - f * dim // 8
-                    _run(codes, start, f, 1, 4 * step[g], low[g], out, t * dim + c, lanes, True)
+                    _run(codes, start, f, 1, 4 * step[g], low[g], out, t * dim + c, top_lanes, True)
 
 
 @inlined
@@ -210,7 +215,8 @@ def _turn(block: Any, dim: Any, step: Any, low: Any, cos: Any, sin: Any) -> None
 def kernels(dim: int, key_bits: int, value_bits: int, value_group: int) -> tuple[Any, Any, Any]:
     """`attend`, `stage` and `join`, each compiled at its first call. The first two do the jobs first .. end of all."""
     key_row, value_row = dim * key_bits // 8, dim * value_bits // 8
-    key_lanes, value_lanes = _lanes(dim, key_bits), _lanes(dim, value_bits)
+    key_lanes, value_lanes = (_lanes(dim, 4 if bits == 4 else 2) for bits in (key_bits, value_bits))
+    top_lanes = _lanes(dim, 1)  # of the third bit
     groups = -(-dim // value_group)
 
     @compiled
@@ -245,7 +251,7 @@ def kernels(dim: int, key_bits: int, value_bits: int, value_group: int) -> tuple
             for at in range(0, count, BLOCK):
                 token = start + at
                 codes_at = head * keys.codes_stride + token * key_row
-                _unpack(keys.codes, codes_at, key_bits, dim, key_lanes, ones, zeros, 1, dim, flat)
+                _unpack(keys.codes, codes_at, key_bits, dim, key_lanes, top_lanes, ones, zeros, 1, dim, flat)
                 _scale(keys, head, token // key_group * dim, step, low)
                 if cos.shape[0]:
                     _turn(block, dim, step, low, cos[token : token + BLOCK], sin[token : token + BLOCK])
@@ -278,6 +284,7 @@ def kernels(dim: int, key_bits: int, value_bits: int, value_group: int) -> tuple
                     value_bits,
                     dim,
                     value_lanes,
+                    top_lanes,
                     steps,
                     lows,
                     groups,
@@ -324,6 +331,7 @@ def kernels(dim: int, key_bits: int, value_bits: int, value_group: int) -> tuple
                 key_bits,
                 dim,
                 key_lanes,
+                top_lanes,
                 ones,
                 zeros,
                 1,
@@ -341,7 +349,17 @@ def kernels(dim: int, key_bits: int, value_bits: int, value_group: int) -> tuple
             codes_at = head * values.codes_stride + token * value_row
             _scale(values, head, token * groups, steps, lows)
             _unpack(
-                values.codes, codes_at, value_bits, dim, value_lanes, steps, lows, groups, value_group, block
+                values.codes,
+                codes_at,
+                value_bits,
+                dim,
+                value_lanes,
+                top_lanes,
+                steps,
+                lows,
+                groups,
+                value_group,
+                block,
             )
 
     return attend, stage, _join

@@ -237,6 +237,7 @@ def test_nothing_dense_is_larger_than_a_tile_or_the_window(
         monkeypatch.setattr(module, "attention", recorded_attention)
     for module in (cpu_attend, cpu_ranked):
         monkeypatch.setattr(module, "TILE", 128)
+    monkeypatch.setattr(attention, "LONG", 1)
     cache = KVCache(model, fmt)
     cache.reserve(LONG)
     with LargestFloat() as largest:

@@ -16,6 +16,10 @@ from kvchat.kv.layer import PackedLayer
 
 NAME = "kvchat"
 
+LONG = 128
+"""Tokens from which a chunk goes to the kernel over packed rows. Shorter ones are questions: on a CPU their answer's first token
+would wait for numba's import longer than the kernel saves. Single tokens go there too."""
+
 
 def attend(
     module: torch.nn.Module,
@@ -50,12 +54,12 @@ def attend(
 def _over_layer(query: Tensor, layer: PackedLayer, scaling: float, softcap: float | None) -> Tensor:
     """Attention of the newest tokens [Hq, T, D] over a whole layer, pieces merged by LSE; [Hq, T, D] float32.
 
-    Packed rows go to a kernel as they are, or tile by tile where there is none.
+    Packed rows go to a kernel as they are (see `LONG`), or tile by tile where there is none.
     """
     count = query.shape[1]
     first = layer.get_seq_length() - count
     state = None
-    packed = layer.packed
+    packed = layer.packed if count == 1 or count >= LONG else None
     if packed is not None:
         state = ops.attention_packed(query, *packed[:2], scaling, rope=packed[2], softcap=softcap)
     for start, keys, values in layer.tiles(packed is None):
