@@ -105,7 +105,11 @@ def kernels(dim: int, bits: tuple[int, ...], group: int, value_bits: int) -> tup
     """`attend` and `stage`, compiled at their first call. They do the jobs first .. end of all."""
     half = dim // 2
     key_row = sum(bits) * group // 8
-    value_row, lanes = dim * value_bits // 8, _lanes(dim, value_bits)
+    value_row, lanes, top_lanes = (
+        dim * value_bits // 8,
+        _lanes(dim, 4 if value_bits == 4 else 2),
+        _lanes(dim, 1),
+    )
     widths = np.array(bits)
     middle = np.float32((2**value_bits - 1) / 2)
     a, b, c3, d = (np.float32(x) for x in (*_polynomial(value_bits), 0, 0)[:4])
@@ -173,7 +177,7 @@ def kernels(dim: int, bits: tuple[int, ...], group: int, value_bits: int) -> tup
         """BLOCK tokens' values, still rotated, to block [BLOCK * dim]."""
         (codes, codes_stride), (scale, scale_stride) = values
         at = head * codes_stride + token * value_row
-        _unpack(codes, at, value_bits, dim, lanes, ones, zeros, 1, dim, block)
+        _unpack(codes, at, value_bits, dim, lanes, top_lanes, ones, zeros, 1, dim, block)
         for t in range(BLOCK):
             size = scales[scale[head * scale_stride + token + t]]
             for c in range(t * dim, (t + 1) * dim):
