@@ -2,6 +2,8 @@
 
 As `cpu_attend`, but keys are unpacked channel by channel into a block [dim, group], in which tokens lie side by side: codes, RoPE
 and scores then run along tokens. Values stay rotated: the sum over tokens is rotated back once.
+
+numba keeps what it compiled as long as this file does not change: touch it after a change of `cpu_loops`.
 """
 
 import functools
