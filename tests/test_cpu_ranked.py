@@ -45,8 +45,9 @@ def error(
 
 
 @pytest.mark.parametrize("rope", [False, True], ids=["", "rope"])
-@pytest.mark.parametrize("dim", [16, 64, 80])
-@pytest.mark.parametrize("name", ["kvchat2", "kvchat3"])
+@pytest.mark.parametrize(
+    ("name", "dim"), [("kvchat2", 16), ("kvchat2", 64), ("kvchat3", 64), ("kvchat3", 80)]
+)
 def test_equals_the_reference(name: str, dim: int, rope: bool) -> None:
     for tokens, (share, count) in itertools.product((128, 640), ((1, 1), (3, 1), (4, 5), (7, 19))):
         key, value = packed(tokens, dim, name)
@@ -56,11 +57,10 @@ def test_equals_the_reference(name: str, dim: int, rope: bool) -> None:
             assert got < TOLERANCE, (tokens, share, count, softcap)
 
 
-@pytest.mark.parametrize("dim", [96, 128])
-def test_other_head_dims_and_one_key_head(dim: int) -> None:
-    key, value = packed(256, dim, heads=1)
+def test_one_key_head() -> None:
+    key, value = packed(256, 128, heads=1)
     for count in (1, 50):
-        assert error(queries(4, count, dim), key, value, rope=angles(256, dim)) < TOLERANCE
+        assert error(queries(4, count, 128), key, value, rope=angles(256, 128)) < TOLERANCE
 
 
 def next_channel(query: Tensor, key: PackedRanked, value: PackedRotated, settings: dict) -> tuple:
