@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kvchat_kernels import cpu_ranked, reference_ranked, torch_ranked
+from kvchat_kernels import cpu_pack, cpu_ranked, reference_ranked, torch_ranked
 from kvchat_kernels.reference_ranked import PackedRanked, PackedRotated
 from test_cpu_kernels import TOLERANCE, angles, queries
 from torch import Tensor
@@ -61,6 +61,24 @@ def test_one_key_head() -> None:
     key, value = packed(256, 128, heads=1)
     for count in (1, 50):
         assert error(queries(4, count, 128), key, value, rope=angles(256, 128)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["kvchat2", "kvchat3"])
+def test_codes_are_those_of_torch(name: str) -> None:
+    x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(1, -1, 64)
+    x[..., 1] += 50
+    x[..., 2] = 3.0
+    keys = PRESETS[name].keys
+    assert isinstance(keys, Ranked)
+    wide = torch.full((2, 300, 64), torch.nan)
+    wide[:, :256] = x
+    got = cpu_pack.quantize_ranked(wide[:, :256], keys.bits_by_rank(64), GROUP)
+    wanted = torch_ranked.quantize_ranked(x, keys.bits_by_rank(64), GROUP)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        assert (a != b).float().mean() < 1e-3  # a value on the edge of two codes, or of two ratios
+    other = torch_ranked.quantize_ranked(x.roll(1, 1), keys.bits_by_rank(64), GROUP)
+    assert (got[0] != other[0]).float().mean() > 0.1
 
 
 def next_channel(query: Tensor, key: PackedRanked, value: PackedRotated, settings: dict) -> tuple:

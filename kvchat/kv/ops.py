@@ -2,17 +2,13 @@
 
 from typing import Any
 
+from kvchat_kernels import torch_ranked
 from kvchat_kernels.reference import Packed
 from kvchat_kernels.reference_ranked import PackedRanked, PackedRotated
 from kvchat_kernels.torch_attend import attention, merge
 from kvchat_kernels.torch_nonuniform import dequantize_nonuniform, quantize_channels, quantize_tokens
 from kvchat_kernels.torch_pack import dequantize, quantize
-from kvchat_kernels.torch_ranked import (
-    dequantize_ranked,
-    dequantize_rotated,
-    quantize_ranked,
-    quantize_rotated,
-)
+from kvchat_kernels.torch_ranked import dequantize_ranked, dequantize_rotated, quantize_rotated
 from torch import Tensor
 
 __all__ = [
@@ -42,3 +38,11 @@ def attention_packed(
 
     kernel: Any = cpu_ranked if isinstance(key, PackedRanked) else cpu_attend
     return kernel.attention_packed(query, key, *args, **settings)
+
+
+def quantize_ranked(x: Tensor, bits: tuple[int, ...], group: int) -> tuple[Tensor, Tensor, Tensor]:
+    if x.device.type != "cpu":
+        return torch_ranked.quantize_ranked(x, bits, group)
+    from kvchat_kernels import cpu_pack
+
+    return cpu_pack.quantize_ranked(x, bits, group)
