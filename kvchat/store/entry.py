@@ -148,9 +148,10 @@ class Entry:
         """What the nearest of other caches of documents with these names was made with."""
         key = self._manifest.key
         other = min(others, key=lambda manifest: len(key.differences(manifest.key)))
-        parts = [
-            f"{'other' if part.endswith('s') else 'another'} {part}" for part in key.differences(other.key)
-        ]
+        differ = key.differences(other.key)
+        if "KV format" in differ:
+            differ = [part for part in differ if part != "calibration"]  # which the format decides about
+        parts = [f"{'other' if part.endswith('s') else 'another'} {part}" for part in differ]
         if not parts:
             same_text = other.text.name == self._manifest.text.name
             parts = [
