@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+from kvchat import calibrations
 from kvchat.documents import read_now
 from kvchat.engine import Sampling
 from kvchat.kv.format import parse
@@ -36,7 +37,9 @@ def main() -> None:
     reference: list[str] = []
     results = []
     for spec in options.kv:
-        session = Session(loaded, parse(spec), documents)
+        fmt = parse(spec)
+        calibration = calibrations.find(loaded) if fmt.calibrated else None
+        session = Session(loaded, fmt, documents, calibration=calibration)
         for usage in session.read():  # noqa: B007  # the last one counts
             pass
         answers = []

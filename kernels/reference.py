@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
-"""Widths of the bit planes that hold a code, lowest bits first."""
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
+"""Widths of the bit planes that hold a code, the binary digits of its bits, lowest bits of the code first."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -155,11 +155,14 @@ def attention_packed(
     together. Returns output [Hq, T, D] and LSE [Hq, T], float64.
     """
     k, v = (dequantize(*packed, torch.float64) for packed in (key, value))
-    if rope is not None:
-        cos, sin = (t.double() for t in rope)
-        first, second = k.chunk(2, -1)
-        k = k * cos + torch.cat([-second, first], -1) * sin
-    return attention(query, k, v, scaling, softcap=softcap)
+    return attention(query, k if rope is None else rotated(k, rope), v, scaling, softcap=softcap)
+
+
+def rotated(key: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Keys [heads, S, D] after RoPE, by cos and sin [S, D]; channels c and c + D/2 turn together."""
+    cos, sin = rope
+    first, second = key.chunk(2, -1)
+    return key * cos + torch.cat([-second, first], -1) * sin
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

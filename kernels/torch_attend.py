@@ -16,22 +16,32 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     heads, count, dim = query.shape
     kv_heads, total, _ = key.shape
-    query, key, value = query.float(), key.float(), value.float()
     square = causal and count == total and count > 1 and window is None
     # a single query is the newest token: only a window can hide anything from it
     hides = causal and (count > 1 or (window is not None and window < total))
     mask = _mask(query, total, window) if hides and not square else None
-    if query.device.type == "cpu" and softcap is None and value.shape[2] == dim:
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        # FlashAttention: from Ampere on, in the inputs' precision, without masks
+        flash = softcap is None and mask is None and value.shape[2] == dim and dim % 8 == 0 and dim <= 256
+        flash &= torch.cuda.get_device_capability(query.device) >= (8, 0)
+        operation = torch.ops.aten._scaled_dot_product_flash_attention
+    else:
+        query, key, value = query.float(), key.float(), value.float()
+        flash = query.device.type == "cpu" and softcap is None and value.shape[2] == dim
+        operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if flash:
         if square:
             # its own causal flag skips the upper half, but wants a key head for each query head
             key, value = (t.repeat_interleave(heads // kv_heads, 0) for t in (key, value))
         else:
             query, mask = _fold(query, mask, kv_heads)
-        # the operation under scaled_dot_product_attention, which drops the LSE that merging needs
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[None], key[None], value[None], 0.0, square, attn_mask=mask, scale=scaling
+        # the operations under scaled_dot_product_attention, which drops the LSE that merging needs
+        settings = {} if query.is_cuda else {"attn_mask": mask}
+        output, lse, *_ = operation(
+            query[None], key[None], value[None], 0.0, square, scale=scaling, **settings
         )
-        return output[0].reshape(heads, count, dim), lse[0].reshape(heads, count)
+        return output[0].reshape(heads, count, dim).float(), lse[0].reshape(heads, count)
+    query, key, value = query.float(), key.float(), value.float()
     if square:
         mask = _mask(query, total, None)
     query, mask = _fold(query, mask, kv_heads)

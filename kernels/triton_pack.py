@@ -1,4 +1,4 @@
-"""`reference.quantize` on a GPU: a block is read from memory once, and codes, scale and zero are written, to the same bits."""
+"""`reference.quantize` and `dequantize` on a GPU, each in one pass over memory; codes, scales and zeros are the same to the bit."""
 
 import math
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 16
-"""Tokens a program, where a group is channels of one token."""
+"""Tokens a program, but for packing groups of tokens, where it is a group."""
 
 
 @triton.jit
@@ -122,3 +122,48 @@ def quantize(x: Tensor, bits: int, axis: str, group: int) -> tuple[Tensor, Tenso
         COLUMNS=triton.next_power_of_2(dim * (4 if bits == 4 else 2) // 8),
     )  # fmt: skip
     return codes, scale, zero
+
+
+@triton.jit
+def _dequantize(
+    codes, scale, zero, out, code_head, code_row, scale_head, scale_row, zero_head, zero_row, tokens,
+    D: tl.constexpr, BITS: tl.constexpr, ALONG_TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program unpacks BLOCK_T tokens of a head: field by field, since a field is a run of channels."""
+    WIDTH: tl.constexpr = 4 if BITS == 4 else 2
+    N: tl.constexpr = D * WIDTH // 8
+    head = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+    j = tl.arange(0, COLUMNS)
+    inside = (t < tokens)[:, None] & (j < N)[None, :]
+    row = codes + head * code_head + t[:, None] * code_row
+    low = tl.load(row + j[None, :], mask=inside, other=0).to(tl.int32)
+    group = t // GROUP if ALONG_TOKENS else t
+    scale += head * scale_head + group[:, None] * scale_row
+    zero += head * zero_head + group[:, None] * zero_row
+    for f in tl.static_range(8 // WIDTH):
+        c = f * N + j
+        code = (low >> (f * WIDTH)) & (2**WIDTH - 1)
+        if BITS == 3:
+            third = tl.load(row + (N + c % (D // 8))[None, :], mask=inside, other=0).to(tl.int32)
+            code |= ((third >> (c // (D // 8))[None, :]) & 1) << 2
+        place = c if ALONG_TOKENS else c // GROUP
+        s = tl.load(scale + place[None, :], mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(zero + place[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = (code.to(tl.float32) * s + z).to(out.dtype.element_ty)
+        tl.store(out + (head * tokens + t)[:, None] * D + c[None, :], x, mask=inside)
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, zero: Tensor, bits: int, axis: str, group: int, dtype: torch.dtype
+) -> Tensor:
+    heads, tokens, width = codes.shape
+    dim = width * 8 // bits
+    out = torch.empty(heads, tokens, dim, dtype=dtype, device=codes.device)
+    _dequantize[(math.ceil(tokens / TOKENS), heads)](
+        codes, scale, zero, out, *codes.stride()[:2], *scale.stride()[:2], *zero.stride()[:2], tokens,
+        D=dim, BITS=bits, ALONG_TOKENS=axis == "channel", GROUP=group, BLOCK_T=TOKENS,
+        COLUMNS=triton.next_power_of_2(dim * (4 if bits == 4 else 2) // 8),
+    )  # fmt: skip
+    return out

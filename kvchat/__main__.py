@@ -4,6 +4,9 @@ import gc
 import os
 import sys
 
+ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+"""By default torch's idle threads (GNU OpenMP) spin for milliseconds, on the cores that the attention loops want."""
+
 
 def main() -> None:
     """Run the command line; a Ctrl-C ends it with 130 also while it is still being imported."""
@@ -13,6 +16,8 @@ def main() -> None:
         name, mode = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))[handle]
         setattr(sys, name, os.fdopen(handle, mode, encoding="utf-8"))
     os.close(handle)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         from kvchat.cli import main
 

@@ -1,4 +1,4 @@
-"""`kvchat models list|info` and `kvchat doctor`: what is here."""
+"""`kvchat models` and `kvchat doctor`: what is here."""
 
 from __future__ import annotations
 
@@ -6,22 +6,56 @@ import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Annotated
 
-import psutil
+import typer
 
-from kvchat import flags, places
+from kvchat import flags, places, steps
 from kvchat.errors import KVChatError
-from kvchat.kv.format import PRESETS
+from kvchat.kv.format import PRESETS, KVFormat, Ranked
 from kvchat.memory import human, usage
 from kvchat.models.families import cache_shape, context_length, read_config
-from kvchat.models.find import DEFAULT, Found, list_local
+from kvchat.models.find import DEFAULT, find, list_local
 from kvchat.ui.screen import Screen
 from kvchat.ui.tables import table
 
-PACKAGES = ("torch", "transformers", "tokenizers", "triton", "pypdf", "typer", "rich", "prompt_toolkit")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numba",
+    "triton",
+    "pypdf",
+    "typer",
+    "rich",
+    "prompt_toolkit",
+)
 
 
-def show_models(screen: Screen) -> None:
+app = typer.Typer(help="Bring models to this machine and look at them.", no_args_is_help=True)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help=f"{DEFAULT}, smollm2, a hub id or a GGUF file.")] = DEFAULT,
+    offline: Annotated[
+        bool, typer.Option("--offline", envvar="KVCHAT_OFFLINE", help="Fetch nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the folder alone.")] = False,
+) -> None:
+    """Download or convert a model, once, and print its folder."""
+    from kvchat.models import pull
+
+    screen = Screen(quiet=quiet)
+    for line in pull.pull(name, offline):
+        screen.say(line)
+    print(find(name, offline).folder)
+
+
+@app.command(name="list")
+def list_models() -> None:
+    """List the models that are ready on this machine."""
+    screen = Screen()
     rows = []
     for found in list_local():
         try:
@@ -37,7 +71,13 @@ def show_models(screen: Screen) -> None:
     screen.show(table(["model", "architecture", "weights", "context"], rows))
 
 
-def show_model(found: Found, screen: Screen) -> None:
+@app.command()
+def info(
+    name: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
+) -> None:
+    """Show a model's shape, its context, and whether kvchat can serve it."""
+    screen = Screen()
+    found = steps.find_config(flags.ModelFlags(name), screen)
     config = read_config(found.folder)
     shape = cache_shape(config)
     layer = shape.layers[0]
@@ -64,7 +104,11 @@ def show_model(found: Found, screen: Screen) -> None:
     screen.show(table([found.name, ""], rows))
 
 
-def show_machine(screen: Screen) -> None:
+def doctor() -> None:
+    """Show versions, devices, free memory, folders and what is set."""
+    import psutil
+
+    screen = Screen()
     rows = [
         ["kvchat", version("kvchat")],
         ["python", f"{platform.python_version()} on {platform.platform()}"],
@@ -81,6 +125,9 @@ def show_machine(screen: Screen) -> None:
         ]
     )
     rows += _devices()
+    rows.append(["attention, cpu", _attention("numba", [fmt for fmt in PRESETS.values() if fmt.fused])])
+    kivi = [fmt for fmt in PRESETS.values() if fmt.fused and not isinstance(fmt.keys, Ranked)]
+    rows.append(["attention, gpu", _attention("triton", kivi if find_spec("triton") else [])])
     rows.append(["--plot", "ready" if find_spec("matplotlib") else "needs: pip install matplotlib"])
     for name, folder in (
         ("models", places.models()),
@@ -98,10 +145,16 @@ def show_machine(screen: Screen) -> None:
     screen.show(table(["", "doctor"], rows))
 
 
+def _attention(kernels: str, fused: list[KVFormat]) -> str:
+    """What reads the packed rows of each preset."""
+    others = ", ".join(fmt.name for fmt in PRESETS.values() if fmt not in fused)
+    if not fused:
+        return f"tile loop in torch, for every format ({kernels} is not installed)"
+    return f"{kernels} over packed rows: {', '.join(fmt.name for fmt in fused)}; tile loop in torch: {others}"
+
+
 def _devices() -> list[list[str]]:
     import torch
-
-    from kvchat.kv import ops
 
     rows = [["cpu", f"{torch.get_num_threads()} threads, float32"]]
     for i in range(torch.cuda.device_count()):
@@ -109,6 +162,4 @@ def _devices() -> list[list[str]]:
         rows.append([f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {human(free)} of {human(total)} free"])
     if torch.backends.mps.is_available():
         rows.append(["mps", "available, float16"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows.append(["attention", f"{ops.reader(device, 128)} ({device.type})"])
     return rows

@@ -65,7 +65,10 @@ def show(name: Annotated[str, typer.Argument(metavar="ID")]) -> None:
         rows += [["document", f"{d.name}, {len(d.text):,} characters"] for d in stored.documents()]
         rows.append(["checked", "every byte is as it was written"])
     except Unusable as reason:
-        rows.append(["checked", f"unusable: {reason}"])
+        screen.show(table([stored.id, ""], rows))
+        raise KVChatError(
+            f"it cannot be used: {reason}; it is read anew when it is asked about, or: kvchat cache rm {stored.id[:SHOWN]}"
+        ) from None
     screen.show(table([stored.id, ""], rows))
 
 
@@ -100,9 +103,12 @@ def prune(
     """Remove what cannot be used, then the least recently used until the rest takes at most --max-size."""
     store, screen = _store(max_size), Screen()
     store.sweep()
-    gone = [s for s in store.shelf() if _prunable(s, older_than) and store.remove(s)]
+    chosen = [s for s in store.shelf() if _prunable(s, older_than)]
+    gone = [s for s in chosen if store.remove(s)]
     gone += store.make_room()
     screen.say(f"removed {len(gone)}, {human(store.bytes)} are left in {store.folder}")
+    if store.bytes > store.max_bytes or len([s for s in chosen if s not in gone]):
+        raise KVChatError("another kvchat uses some of them, which stay; close it and try again")
 
 
 def _prunable(stored: Stored, days: float | None) -> bool:

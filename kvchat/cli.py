@@ -6,16 +6,18 @@ import json
 import os
 import sys
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from kvchat import __version__, caches, flags, places, steps
+from kvchat import __version__, about, caches, calibrations, flags, places, steps
+from kvchat.arguments import question_from_stdin, split_arguments
 from kvchat.conversations import last
-from kvchat.errors import InputError, Interrupted, KVChatError, UsageError
+from kvchat.documents import Reading
+from kvchat.errors import Interrupted, KVChatError, UsageError
 from kvchat.flags import AnswerFlags, CacheFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
 from kvchat.kv.format import PRESETS, parse
 from kvchat.models.find import DEFAULT
@@ -40,8 +42,7 @@ app = typer.Typer(
     help="Ask whole books and codebases. The document goes into one long context; its keys and values are kept in 2, 3 "
     "or 4 bits, and a gauge compares that with fp16.",
 )
-models_app = typer.Typer(help="Bring models to this machine and look at them.", no_args_is_help=True)
-app.add_typer(models_app, name="models")
+app.add_typer(about.app, name="models")
 app.add_typer(caches.app, name="cache")
 
 
@@ -109,7 +110,7 @@ def ask(
 
     kvchat ask book.pdf "When was the bridge built?"
     """
-    paths, question = _split_arguments(arguments or [], file or [])
+    paths, question = split_arguments(arguments or [], file or [])
     documents = steps.Documents(paths, document_flags.options())
     if question is None:
         if sys.stdin.isatty() and "-" not in paths and not as_json:
@@ -117,7 +118,7 @@ def ask(
                 documents, models, formats, stores, answers, screens, vi=False, history=places.history_file()
             )
             return
-        question = _question_from_stdin(paths)
+        question = question_from_stdin(paths)
     fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
     reading = steps.read_documents(documents, screen, screens.verbose)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
@@ -188,9 +189,9 @@ def _talk(
     if earlier is None:
         reading = steps.read_documents(documents, screen, screens.verbose)
     else:
-        if not documents.paths:
-            options = replace(earlier.options, password=documents.options.password)
-            documents = steps.Documents([*earlier.paths], options)
+        documents = steps.Documents(
+            documents.paths or [*earlier.paths], earlier.options_with(documents.options)
+        )
         system = earlier.system if system is None else system
         reading = steps.read_again(documents, earlier.cache, store, screen)
     loaded = steps.open_model(models, reading, screen, screens.verbose)
@@ -255,7 +256,7 @@ def ingest(
         else:
             screen.say(f"{steps.reading_statistics(session)} · {summary(session.usage())}")
         if not session.stored:
-            raise typer.Exit(1)
+            raise KVChatError("what was read could not be kept, see above; ask reads it again")
         return
     plan = planning.plan(steps.find_config(models, screen), fmt, reading)
     if as_json:
@@ -319,71 +320,38 @@ def compare_memory(
             screen.show(view)
 
 
-@models_app.command(name="pull")
-def models_pull(
-    name: Annotated[str, typer.Argument(help=f"{DEFAULT}, smollm2, a hub id or a GGUF file.")] = DEFAULT,
+@app.command()
+@flags.grouped
+def calibrate(
+    screens: ScreenFlags,
+    model: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT]...", help="Files to calibrate on; a built-in text otherwise.", show_default=False
+        ),
+    ] = None,
+    pieces: Annotated[int, typer.Option("--pieces", min=1, help="Pieces of text.")] = calibrations.PIECES,
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens a piece.")] = calibrations.PIECE,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the pieces.")] = 0,
+    device: Annotated[str, typer.Option("--device", envvar="KVCHAT_DEVICE")] = "auto",
     offline: Annotated[
         bool, typer.Option("--offline", envvar="KVCHAT_OFFLINE", help="Fetch nothing.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the folder alone.")] = False,
 ) -> None:
-    """Download or convert a model, once, and print its folder."""
-    from kvchat.models.find import find
-    from kvchat.models.pull import pull
+    """Measure a model's keys and values, once, for the kvquant formats. Minutes for a small model on a CPU.
 
-    screen = Screen(quiet=quiet)
-    for line in pull(name, offline):
-        screen.say(line)
-    print(find(name, offline).folder)
-
-
-@models_app.command(name="list")
-def models_list() -> None:
-    """List the models that are ready on this machine."""
-    from kvchat import about
-
-    about.show_models(Screen())
+    kvchat calibrate smollm2 book.txt
+    """
+    screen = screens.screen()
+    text, source = calibrations.builtin_text, calibrations.BUILTIN
+    if texts:
+        reading = steps.read_documents(steps.Documents(texts), screen, screens.verbose)
+        joined = "\n".join(document.text for document in reading.documents)
+        text, source = lambda: joined, steps.join_names([d.name for d in reading.documents])
+    loaded = steps.open_model(ModelFlags(model, device, offline), Reading((), ()), screen, screens.verbose)
+    calibrations.make(loaded, text(), source, screen, pieces, tokens, seed)
+    screen.say(f"{loaded.name} is calibrated on {source}; it holds for kvquant4, kvquant3 and kvquant2")
 
 
-@models_app.command(name="info")
-def models_info(
-    name: Annotated[str, typer.Argument(help="As for --model.")] = DEFAULT,
-) -> None:
-    """Show a model's shape, its context, and whether kvchat can serve it."""
-    from kvchat import about
-
-    screen = Screen()
-    about.show_model(steps.find_config(ModelFlags(name), screen), screen)
-
-
-@app.command()
-def doctor() -> None:
-    """Show versions, devices, free memory, folders and what is set."""
-    from kvchat import about
-
-    about.show_machine(Screen())
-
-
-def _split_arguments(arguments: list[str], files: list[str]) -> tuple[list[str], str | None]:
-    """Paths and the question, which comes last and is no path. Raises InputError for a path that isn't there."""
-    paths, question = [*files, *arguments], None
-    if arguments and arguments[-1] != "-" and not steps.exists(arguments[-1]):
-        question = paths.pop()
-        if not question.strip():
-            raise UsageError("the question is empty; put it last, in quotes")
-        if steps.looks_like_path(question) or not paths:
-            raise InputError(
-                f"no such file or folder: {question}; check the path, and put a question last, in quotes"
-            )
-    if not paths:
-        raise UsageError('there is nothing to read; use: kvchat ask PATH... "QUESTION"')
-    return paths, question
-
-
-def _question_from_stdin(paths: list[str]) -> str:
-    if sys.stdin.isatty() or "-" in paths:
-        raise UsageError('there is no question; put it last, in quotes: kvchat ask PATH "QUESTION"')
-    question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
-    if not question:
-        raise UsageError("the question read from stdin is empty; put it last, in quotes")
-    return question
+app.command()(about.doctor)

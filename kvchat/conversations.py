@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvchat import places
 from kvchat.documents import Options
-from kvchat.errors import KVChatError
+from kvchat.errors import KVChatError, UsageError
 from kvchat.store import files
 
 
@@ -44,6 +44,18 @@ class Conversation:
         turns: Sequence[Said],
     ) -> Conversation:
         return cls(_absolute(paths), replace(options, password=None), system, cache, tuple(turns))
+
+    def options_with(self, given: Options) -> Options:
+        """The options that its documents were read with, and the password of `given`. Raises UsageError where `given` asks for
+        another one."""
+        for option in fields(Options):
+            mine, new = getattr(self.options, option.name), getattr(given, option.name)
+            if option.name != "password" and new not in (option.default, mine):
+                raise UsageError(
+                    f"the conversation was about documents read with {option.name.replace('_', '-')} {mine or 'not set'}, "
+                    f"and not {new}; leave that out, or leave out -c"
+                )
+        return replace(self.options, password=given.password)
 
     def save(self) -> None:
         """Raises KVChatError where it cannot be written."""

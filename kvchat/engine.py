@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from kvchat.errors import DoesNotFit, UsageError
 from kvchat.kv.cache import KVCache
+from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import KVFormat
 
 CHUNK = 512
@@ -54,9 +55,16 @@ class Sampling:
 class Engine:
     """One model with one packed cache. `model` must run with kvchat's attention (`models.load`)."""
 
-    def __init__(self, model: Any, fmt: KVFormat, chunk: int = CHUNK, segment: int = SEGMENT):
+    def __init__(
+        self,
+        model: Any,
+        fmt: KVFormat,
+        chunk: int = CHUNK,
+        segment: int = SEGMENT,
+        calibration: Calibration | None = None,
+    ):
         self.model, self.fmt, self.chunk, self.segment = model, fmt, chunk, segment
-        self.cache = KVCache(model, fmt)
+        self.cache = KVCache(model, fmt, calibration)
         self._logits: Tensor | None = None
 
     @property

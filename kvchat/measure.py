@@ -10,6 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvchat import calibrations
 from kvchat.documents import Reading
 from kvchat.errors import DoesNotFit
 from kvchat.kv.format import PRESETS, KVFormat
@@ -106,7 +107,8 @@ def _run(found: Found, device: str, reading: Reading, fmt: KVFormat, question: s
     from kvchat.session import Session
 
     loaded = load(found, device)
-    session = Session(loaded, fmt, reading.documents)
+    calibration = calibrations.find(loaded) if fmt.calibrated else None
+    session = Session(loaded, fmt, reading.documents, calibration=calibration)
     usage = session.usage()
     for usage in session.read():  # noqa: B007  # the last one counts
         pass
@@ -132,7 +134,7 @@ def _choices(session: Session) -> tuple[int, ...]:
 
     ids = session.prefix
     compared = min(COMPARED, len(ids) // 4)
-    engine = Engine(session.loaded.model, session.fmt, session.engine.chunk)
+    engine = Engine(session.loaded.model, session.fmt, session.engine.chunk, calibration=session.calibration)
     for _ in engine.prefill(ids[:-compared]):
         pass
     engine.cache.seal()

@@ -39,7 +39,7 @@ def usage(
 def true_bits(shape: CacheShape, fmt: KVFormat) -> float:
     """Mean true bits of a packed element over the layers that are packed."""
     elements = [layer.kv_heads * layer.head_dim for layer in shape.packable]
-    bits = [fmt.true_bits(layer.head_dim) for layer in shape.packable]
+    bits = [fmt.true_bits(layer.head_dim, layer.kv_heads) for layer in shape.packable]
     return sum(e * b for e, b in zip(elements, bits, strict=True)) / sum(elements) if elements else 16.0
 
 
@@ -75,7 +75,8 @@ def _layer_bytes(layer: LayerShape, fmt: KVFormat, tokens: int, dense_bytes: int
         ranking
         + 2 * elements * dense_bytes * (tokens - packed)
         + sum(
-            round(packed * elements * quant.true_bits(layer.head_dim) / 8) for quant in (fmt.keys, fmt.values)
+            round(packed * elements * quant.true_bits(layer.head_dim, layer.kv_heads) / 8)
+            for quant in (fmt.keys, fmt.values)
         )
     )
 

@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 from kvchat.documents import Document
 from kvchat.engine import CHUNK, SEGMENT, Engine, Sampling
 from kvchat.errors import DoesNotFit, KVChatError
+from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import PRESETS, KVFormat
 from kvchat.memory import Usage, fits, human, usage
 from kvchat.models.fingerprint import fingerprint
@@ -64,15 +65,19 @@ class Session:
         segment: int = SEGMENT,
         store: Store | None = None,
         refresh: bool = False,
+        calibration: Calibration | None = None,
     ):
         """store: where the prefilled cache is looked for and kept. refresh: read the documents anew all the same.
+        calibration: of the model, where `fmt` needs one.
 
         Raises DoesNotFit, with the numbers, for documents beyond the model's context or the device's free memory.
         """
         self.loaded, self.fmt, self.documents = loaded, fmt, tuple(documents)
+        self.calibration = calibration
         self.prompt = Prompt(loaded.tokenizer, system, with_document=bool(documents))
         self.prefix = self.prompt.prefix_ids([(d.name, d.text) for d in documents])
         self.turns: list[Turn] = []
+        self.cache_notes: list[str] = []  # all that `notes` has given
         self.restored_tokens = 0
         self.restore_seconds = self.read_seconds = 0.0
         self._stop_ids = self.prompt.stop_ids(loaded.stop_ids)
@@ -116,6 +121,7 @@ class Session:
         if self._entry is None:
             return []
         notes, self._entry.notes = self._entry.notes, []
+        self.cache_notes += notes
         return notes
 
     @property
@@ -290,14 +296,17 @@ class Session:
         self.turns, self._pending = [], []
 
     def _new_engine(self, chunk: int, segment: int) -> Engine:
-        engine = Engine(self.loaded.model, self.fmt, chunk, segment)
+        engine = Engine(self.loaded.model, self.fmt, chunk, segment, self.calibration)
         engine.cache.reserve(len(self.prefix))
         return engine
 
     def _open_entry(self, store: Store, refresh: bool) -> Entry:
         loaded, engine = self.loaded, self.engine
         precision = str(loaded.dtype).removeprefix("torch.")
-        key = Key.of(fingerprint(loaded.folder), self.fmt, precision, engine.chunk, engine.segment)
+        depends = fingerprint(loaded.folder)
+        if self.calibration is not None:
+            depends["calibration"] = self.calibration.digest
+        key = Key.of(depends, self.fmt, precision, engine.chunk, engine.segment)
         planned = self.usage(len(self.prefix)).in_use
         return Entry(
             store, key, self.prefix, self._ends, self.documents, loaded.name, self.fmt.name, planned, refresh

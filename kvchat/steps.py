@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvchat import calibrations
 from kvchat.documents import Options, Reading, Step, read
 from kvchat.errors import InputError
 from kvchat.flags import AnswerFlags, ModelFlags
@@ -74,24 +75,14 @@ def read_again(documents: Documents, cache: str | None, store: Store | None, scr
 
 
 def _drain(steps: Generator[Step, None, Reading], screen: Screen) -> Reading:
-    with screen.console.status("reading") if screen.fancy and not screen.quiet else _Silent() as status:
+    with screen.status("reading") as show:
         while True:
             try:
                 step = next(steps)
             except StopIteration as end:
                 return end.value
-            if step.unit == "pages" and status is not None:
-                from rich.text import Text
-
-                status.update(Text(f"reading {step.name}, page {step.done} of {step.total}"))
-
-
-class _Silent:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        pass
+            if step.unit == "pages":
+                show(f"reading {step.name}, page {step.done} of {step.total}")
 
 
 def find_model(flags: ModelFlags, screen: Screen) -> models.Found:
@@ -119,8 +110,7 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     if reading.documents:
         _, tokens = count_tokens(tokenizer, reading.documents)
         check_context(found.name, tokens, context_length(read_config(found.folder)))
-    with screen.console.status("opening the model") if screen.fancy and not screen.quiet else _Silent():
-        from kvchat.kv import ops
+    with screen.status("opening the model"):
         from kvchat.models.load import load
 
         loaded = load(found, flags.device, tokenizer)
@@ -129,8 +119,7 @@ def open_model(flags: ModelFlags, reading: Reading, screen: Screen, verbose: boo
     if verbose:
         screen.say(
             f"{loaded.name} on {loaded.device} in {str(loaded.dtype).removeprefix('torch.')}, "
-            f"{loaded.context:,} tokens of context; attention: "
-            f"{ops.reader(loaded.device, loaded.shape.layers[0].head_dim)}"
+            f"{loaded.context:,} tokens of context"
         )
     return loaded
 
@@ -147,11 +136,20 @@ def open_session(
     """A session that has been checked to fit but has read nothing yet. Raises DoesNotFit."""
     from kvchat.session import Session
 
-    session = Session(loaded, fmt, reading.documents, system, store=store, refresh=refresh)
+    calibration = calibrations.ensure(loaded, fmt, screen)
+    session = Session(
+        loaded,
+        fmt,
+        reading.documents,
+        system,
+        store=store,
+        refresh=refresh,
+        calibration=calibration,
+    )
     for note in session.prompt.frame.notes:
         screen.say(note)
     for note in session.notes():
-        screen.say(note)
+        screen.warn(note)
     return session
 
 
@@ -227,7 +225,7 @@ def reading_report(session: Session, reading: Reading) -> dict[str, Any]:
             {"name": d.name, "characters": len(d.text), "notes": d.notes} for d in reading.documents
         ],
         "skipped": [asdict(skipped) for skipped in reading.skipped],
-        "notes": session.prompt.frame.notes,
+        "notes": [*session.prompt.frame.notes, *session.cache_notes],
         "cache": session.stored,
         "statistics": {
             "document_tokens": len(session.prefix),
@@ -250,9 +248,15 @@ def measure_formats(
     """Add to a comparison what each format measures, saying which one is at work."""
     from kvchat import measure
 
+    if missing := [fmt for fmt in formats if fmt.calibrated and calibrations.find(found) is None]:
+        formats = [fmt for fmt in formats if fmt not in missing]
+        screen.warn(
+            f"not measured: {', '.join(fmt.name for fmt in missing)}; they need a calibration of {found.name}, "
+            f"run: kvchat calibrate {found.name}"
+        )
     runs = measure.measure(found, device, reading, formats, question)
     done = []
-    with screen.console.status("measuring") if screen.fancy and not screen.quiet else _Silent():
+    with screen.status("measuring"):
         for run in runs:
             done.append(run)
             screen.say(f"measured {run.format_name}")

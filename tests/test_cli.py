@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,11 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pdfs import lines, pdf
 from tiny import tiny_loaded
 
-from kvchat import places
+from kvchat import calibrations, places
 from kvchat.cli import main
+from kvchat.kv.calibration import NAME
 from kvchat.kv.format import PRESETS
+from kvchat.store import Store
 from kvchat.ui.screen import clean
 
 Run = Callable[..., SimpleNamespace]
@@ -62,7 +66,11 @@ WRONG = [
     (["ask", "{empty}", "why?"], 3, "empty"),
     (["ask", "{book}", ""], 2, "question"),
     (["ask", "-", "why?"], 3, "empty"),
-    (["ask", "{book}", "why?", "--kv", "kivi9"], 2, "fp16, kivi4, kivi3, kvchat3, kivi2, kvchat2"),
+    (
+        ["ask", "{book}", "why?", "--kv", "kivi9"],
+        2,
+        "fp16, kivi4, kvquant4, kivi3, kvquant3, kvchat3, kivi2, kvquant2, kvchat2",
+    ),
     (["ask", "{book}", "why?", "--kv", "kivi2:k=5"], 2, "5 bits"),
     (["ask", "{book}", "why?", "--kv", "kivi2:colour=3"], 2, "colour=3"),
     (["ask", "{book}", "why?", "--device", "tpu:9"], 2, "tpu:9"),
@@ -362,7 +370,9 @@ def test_caches_are_listed_shown_and_removed(run: Run, book: Path, model_folder:
     assert "depends on: weights" in shown
     segment = next((places.caches() / one).glob("*.safetensors"))
     segment.write_bytes(segment.read_bytes()[:-1])
-    assert "unusable" in run("cache", "show", one[:8]).out
+    shown = run("cache", "show", one[:8])
+    assert shown.code == 1
+    assert "it cannot be used" in shown.err
     (places.caches() / one / "manifest.json").write_text("{}")
     assert "manifest is damaged" in run("cache", "list").out
     assert "removed 1" in run("cache", "prune").err
@@ -557,3 +567,81 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "Usage" in result.stdout
+
+
+def test_calibrate_is_for_the_formats_that_need_it(
+    run: Run, book: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    short = run("calibrate", folder, book, "--pieces", 2, "--tokens", 1024)
+    assert short.code == 3
+    assert "the text has 660 tokens" in short.err
+    assert not (folder / NAME).exists()
+    measured = run("compare-memory", "--measure", "--kv", "kvquant2", book, "-m", folder)
+    assert "not measured: kvquant2; they need a calibration" in measured.err
+    monkeypatch.setattr(calibrations, "builtin_text", lambda: "It is 7 o'clock, and all is well. " * 200)
+    monkeypatch.setattr(calibrations, "PIECES", 1)
+    made = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2, "--no-cache")
+    assert made.code == 0
+    assert "kvquant3 needs a calibration of model; making one from a built-in text" in made.err
+    first = (folder / NAME).read_bytes()
+    again = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2)
+    assert "calibration" not in again.err
+    result = run("calibrate", folder, book, "--pieces", 2, "--tokens", 128)
+    assert (result.code, result.out) == (0, "")
+    assert "model is calibrated on book.txt" in result.err
+    assert (folder / NAME).read_bytes() != first
+    other = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2)
+    assert "another calibration" in other.err
+    (folder / NAME).write_bytes(first[:99])
+    broken = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3")
+    assert broken.code == 1
+    assert "remove it and calibrate again" in broken.err
+
+
+def test_a_conversation_keeps_the_options_of_its_documents(
+    run: Run, tmp_path: Path, model_folder: Path
+) -> None:
+    two = tmp_path / "two.pdf"
+    two.write_bytes(pdf(lines(b"The first page has a red box."), lines(b"The second page has a blue box.")))
+    model = ("-m", model_folder, "--max-tokens", 2)
+    run("chat", two, "--pages", 1, *model, stdin="Which box?\n")
+    for words in ([], [two]):
+        goes_on = run("chat", "-c", *words, *model, stdin="/files\n")
+        assert goes_on.code == 0
+        assert "going on after 1 turns" in goes_on.err
+        assert "read from cache" in goes_on.err
+        assert "prefilled" not in goes_on.err
+    differs = run("chat", "-c", "--pages", "1-2", *model)
+    assert differs.code == 2
+    assert "read with pages 1, and not 1-2; leave that out, or leave out -c" in differs.err
+    assert run("chat", "-c", "--pages", "1", *model, stdin="").code == 0
+
+
+def test_what_is_not_kept_is_said_also_quietly_and_in_json(run: Run, book: Path, model_folder: Path) -> None:
+    quiet = run("ingest", "-q", "--max-size", 10, book, "-m", model_folder)
+    assert quiet.code == 1
+    assert "--max-size is 10 B" in quiet.err
+    assert "could not be kept" in quiet.err
+    asked = run("ask", "--json", "--max-size", 10, book, "why?", "-m", model_folder, "--max-tokens", 2)
+    assert any("--max-size is 10 B" in note for note in json.loads(asked.out)["notes"])
+
+
+def test_a_store_that_cannot_be_looked_into_is_said(run: Run) -> None:
+    places.caches().parent.mkdir(parents=True, exist_ok=True)
+    places.caches().write_text("a file")
+    listed = run("cache", "list")
+    assert listed.code == 1
+    assert "Not a directory" in listed.err
+    assert str(places.caches()) in listed.err
+
+
+def test_prune_says_what_is_in_use(run: Run, book: Path, model_folder: Path) -> None:
+    run("ingest", book, "-m", model_folder)
+    [one] = json.loads(run("cache", "list", "--json").out)
+    with Store(places.caches(), 0).lock(one["id"]):
+        result = run("cache", "prune", "--max-size", 0)
+    assert result.code == 1
+    assert "another kvchat uses" in result.err
+    assert run("cache", "prune", "--max-size", 0).code == 0

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvchat_kernels import cpu_attend, cpu_ranked, torch_attend
 from tiny import tiny_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from kvchat.kv import attention, ops
 from kvchat.kv.cache import KVCache
 from kvchat.kv.format import Quant, parse
 from kvchat.kv.layer import PackedLayer
+from kvchat.kv.rope import GROWTH
 from kvchat.kv.rows import PackedRows
 
 SPECS = [
@@ -218,36 +220,37 @@ def long_model() -> Any:
 
 
 @pytest.mark.parametrize(
-    "spec", ["kivi2", "kivi4:window=32,sink=4", "kivi3:group=128,window=0", "kivi4:rope=pre"]
+    "spec", ["kivi2", "kivi4:window=32,sink=4", "kivi3:group=128,window=0", "kivi4:rope=pre", "kvchat2"]
 )
 def test_nothing_dense_is_larger_than_a_tile_or_the_window(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, fmt = long_model(), parse(spec)
-    longest: dict[str, int] = {"keys": 0, "packed": 0}
-    attend, dequantize = ops.attention, ops.dequantize
+    longest = {"keys": 0}
+    attend = ops.attention
 
     def recorded_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
         longest["keys"] = max(longest["keys"], key.shape[1], value.shape[1])
         return attend(query, key, value, *args, **settings)
 
-    def recorded_dequantize(codes: Tensor, *args: Any) -> Tensor:
-        longest["packed"] = max(longest["packed"], codes.shape[1])
-        return dequantize(codes, *args)
-
-    monkeypatch.setattr(ops, "attention", recorded_attention)
-    monkeypatch.setattr(ops, "dequantize", recorded_dequantize)
+    for module in (ops, torch_attend):  # which the kernel over packed rows calls
+        monkeypatch.setattr(module, "attention", recorded_attention)
+    for module in (cpu_attend, cpu_ranked):
+        monkeypatch.setattr(module, "TILE", 128)
+    monkeypatch.setattr(attention, "LONG", 1)
     cache = KVCache(model, fmt)
     cache.reserve(LONG)
     with LargestFloat() as largest:
         fill(model, cache, tokens(LONG - 2), CHUNK)
         fill(model, cache, tokens(2), 1)
     loose = fmt.window + fmt.block + CHUNK
-    assert longest["packed"] == 128
     assert 128 <= longest["keys"] <= max(128, loose)
     # keys for every query head, or the scores of a chunk over what it looks at in one go
     limit = max(128, loose) * HEADS * max(HEAD_DIM, CHUNK)
-    assert largest.most <= limit < DENSE_HISTORY
+    assert limit < DENSE_HISTORY
+    if fmt.pre_rope and fmt.fused:  # cos and sin of every position, one table for all layers
+        limit = 2 * (LONG + GROWTH) * HEAD_DIM
+    assert largest.most <= limit
 
 
 def test_the_recorder_sees_a_dense_history() -> None:

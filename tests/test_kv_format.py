@@ -73,7 +73,7 @@ def test_a_wrong_spelling_is_named(spec: str, says: str) -> None:
     ],
 )
 def test_true_bits(spec: str, head_dim: int, bits: float) -> None:
-    assert parse(spec).true_bits(head_dim) == pytest.approx(bits)
+    assert parse(spec).true_bits(head_dim, 2) == pytest.approx(bits)
 
 
 @pytest.mark.parametrize(

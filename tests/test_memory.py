@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+from tiny import tiny_calibration, tiny_model, tokens
 
 from kvchat.kv import attention
 from kvchat.kv.cache import KVCache
@@ -41,7 +41,8 @@ def models() -> dict[str, Any]:
 
 @torch.no_grad()
 def held(model: Any, spec: str, count: int, chunk: int = 90) -> KVCache:
-    cache = KVCache(model, parse(spec))
+    fmt = parse(spec)
+    cache = KVCache(model, fmt, tiny_calibration(model) if fmt.calibrated else None)
     ids = torch.tensor([tokens(count)])
     for start in range(0, count, chunk):
         model(ids[:, start : start + chunk], cache=cache, use_cache=True, logits_to_keep=1)

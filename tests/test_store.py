@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tiny import VOCABULARY, tiny_calibration, tiny_model, tiny_tokenizer
 
 from kvchat import places
 from kvchat.documents import Document, Span
@@ -70,7 +70,17 @@ def document(text: str = TEXT, name: str = "crates.txt") -> Document:
 
 def opened(loaded: Any, store: Store | None, spec: str = SPEC, *texts: str, refresh: bool = False) -> Session:
     documents = [document(text, f"{i}.txt") for i, text in enumerate(texts or (TEXT,))]
-    return Session(loaded, parse(spec), documents, chunk=CHUNK, segment=SEGMENT, store=store, refresh=refresh)
+    fmt = parse(spec)
+    return Session(
+        loaded,
+        fmt,
+        documents,
+        chunk=CHUNK,
+        segment=SEGMENT,
+        store=store,
+        refresh=refresh,
+        calibration=tiny_calibration(loaded.model) if fmt.calibrated else None,
+    )
 
 
 def read(session: Session) -> Session:
@@ -737,3 +747,103 @@ def test_a_cache_class_knows_its_parts(loaded: Any) -> None:
     two.adopt(whole)
     assert {n: t.tolist() for n, t in two.part(0).items()} == {n: t.tolist() for n, t in whole.items()}
     assert two.get_seq_length() == one.get_seq_length()
+
+
+# --- what else may lie there, and what is said ------------------------------------------------------------------
+
+
+def test_the_nearest_cache_names_the_reason(loaded: Any, store: Store) -> None:
+    for spec in (SPEC, "kivi4"):
+        read(opened(loaded, store, spec)).close()
+    system = Session(
+        loaded,
+        parse(SPEC),
+        [document(TEXT, "0.txt")],
+        "Be brief.",
+        chunk=CHUNK,
+        segment=SEGMENT,
+        store=store,
+    )
+    assert "another instruction; they" in system.notes()[0]
+    [note] = opened(loaded, store, SPEC, TEXT.replace("crate", "box")).notes()
+    assert f"another text in its first {system.engine.ends(2000)[0]:,} tokens" in note
+
+
+def test_a_damaged_text_is_written_again(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store)).close()
+    [text] = [p for p in stored_files(store) if p.name.startswith("documents-")]
+    whole = text.read_bytes()
+    text.write_bytes(whole.replace(b"crate", b"grate", 1))
+    session = read(opened(loaded, store))
+    assert session.restored_tokens == len(session.prefix)
+    [note] = session.notes()
+    assert "documents-" in note
+    assert "written again" in note
+    assert session.cache_notes == [note]
+    session.close()
+    assert text.read_bytes() == whole
+    again = read(opened(loaded, store))
+    assert again.notes() == []
+
+
+def test_a_folder_one_cannot_look_into_is_said(loaded: Any, tmp_path: Path) -> None:
+    (tmp_path / "caches").write_text("a file")
+    store = Store(tmp_path / "caches", 1 << 30)
+    with pytest.raises(NotADirectoryError):
+        store.shelf()
+    session = read(opened(loaded, store))
+    assert "not kept on disk" in session.notes()[0]
+    assert outcome(session)[1]
+
+
+@pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to("nowhere")])
+def test_what_is_no_folder_gives_way(loaded: Any, store: Store, make: Callable[[Path], Any]) -> None:
+    session = read(opened(loaded, store))
+    session.close()
+    folder = store.shelf()[0].folder
+    shutil.rmtree(folder)
+    make(folder)
+    assert store.shelf() == []
+    again = read(opened(loaded, store))
+    assert again.notes() == []
+    assert again.stored == folder.name
+    again.close()
+    shutil.rmtree(folder)
+    make(folder)
+    store.sweep()
+    assert not os.path.lexists(folder)
+
+
+def test_a_linked_cache_is_unlinked(loaded: Any, store: Store, tmp_path: Path) -> None:
+    read(opened(loaded, store)).close()
+    [stored] = store.shelf()
+    shutil.move(stored.folder, tmp_path / "elsewhere")
+    stored.folder.symlink_to(tmp_path / "elsewhere")
+    assert store.remove(store.shelf()[0])
+    assert [p for p in store.folder.iterdir() if not p.name.endswith(".lock")] == []
+    assert (tmp_path / "elsewhere" / NAME).exists()
+
+
+def test_a_copied_cache_is_not_called_another_text(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store)).close()
+    [stored] = store.shelf()
+    stored.folder.rename(stored.folder.with_name("0" * 16))
+    session = read(opened(loaded, store))
+    assert session.notes() == []
+    assert session.restored_tokens == len(session.prefix)
+
+
+def test_the_cap_holds_also_when_nothing_is_written(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store)).close()
+    read(opened(loaded, store, SPEC, "Another text.")).close()
+    tight = Store(store.folder, 0)
+    session = read(opened(loaded, tight))
+    assert session.restored_tokens == len(session.prefix)
+    assert [stored.id for stored in store.shelf()] == [session.stored]
+
+
+def test_an_open_folder_is_closed_to_others(loaded: Any, store: Store) -> None:
+    store.folder.mkdir(parents=True, mode=0o755)
+    store.folder.chmod(0o755)
+    read(opened(loaded, store)).close()
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700

@@ -220,3 +220,28 @@ def test_packs_to_the_bit(
     ):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "axis", "group"),
+    [
+        (64, 64, "channel", 32),
+        (128, 80, "channel", 64),
+        (33, 96, "token", 64),
+        (5, 80, "token", 32),
+        (2, 256, "token", 128),
+    ],
+)
+def test_unpacks_what_was_packed(bits: int, tokens: int, dim: int, axis: str, group: int) -> None:
+    x = torch.randn(2, tokens, dim, generator=torch.Generator().manual_seed(dim))
+    parts = tuple(view(part) for part in torch_pack.quantize(x, bits, axis, group))
+    wanted = reference.dequantize(*parts, bits, axis, group, torch.float32)
+    got = triton_pack.dequantize(*parts, bits, axis, group, torch.float32)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    half = triton_pack.dequantize(*parts, bits, axis, group, torch.bfloat16)
+    torch.testing.assert_close(half, wanted.bfloat16())
+    shifted = parts[0].roll(1, 2), *parts[1:]
+    assert (
+        float((triton_pack.dequantize(*shifted, bits, axis, group, torch.float32) - wanted).abs().max()) > 0.1
+    )

@@ -57,6 +57,19 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, BASE["vocab_size"], (count,), generator=generator).tolist()
 
 
+def tiny_calibration(model: Any) -> Any:
+    """A calibration of a tiny model on two short pieces of random tokens."""
+    from kvchat.kv.calibrate import calibrate
+    from kvchat.kv.calibration import Calibration
+
+    steps = calibrate(model, [tokens(120, seed) for seed in (1, 2)])
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return Calibration(end.value, {"text": "random tokens"})
+
+
 CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

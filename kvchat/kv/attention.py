@@ -1,4 +1,4 @@
-"""`attend`: attention straight over packed keys and values, by one kernel or else one tile at a time.
+"""`attend`: attention straight over packed keys and values: by a kernel that reads codes, or one tile at a time.
 
 transformers calls it in place of its own attention functions (`AttentionInterface`). No mask function is registered for
 its name, so no [queries, keys] mask of the history is ever built: causality and windows are decided here.
@@ -15,6 +15,14 @@ from kvchat.kv import ops
 from kvchat.kv.layer import PackedLayer
 
 NAME = "kvchat"
+
+LONG = 128
+"""Tokens from which a chunk goes to the kernel over packed rows on a CPU. Shorter ones are questions: their answer's first token
+would wait for numba's import longer than the kernel saves. Single tokens go there too."""
+
+
+GPU_ROWS = 64
+"""Rows (queries times query heads of a key head) up to which a GPU reads codes; for more it dequantizes a tile for all of them."""
 
 
 def attend(
@@ -48,16 +56,17 @@ def attend(
 
 
 def _over_layer(query: Tensor, layer: PackedLayer, scaling: float, softcap: float | None) -> Tensor:
-    """Attention of the newest tokens [Hq, T, D] over a whole layer, pieces merged by LSE; [Hq, T, D] float32."""
+    """Attention of the newest tokens [Hq, T, D] over a whole layer, pieces merged by LSE; [Hq, T, D] float32.
+
+    Packed rows go to a kernel as they are (see `LONG`), or tile by tile where there is none.
+    """
     count = query.shape[1]
     first = layer.get_seq_length() - count
     state = None
-    kernel = ops.attention_packed(query.device, query.shape[2]) if layer.kernel_reads else None
-    if kernel is not None:
-        for packed_keys, packed_values, rope in layer.runs():
-            part = kernel(query, packed_keys, packed_values, scaling, rope=rope, softcap=softcap)
-            state = ops.merge(state, part)
-    for start, keys, values in layer.tiles(packed=kernel is None):
+    packed = layer.packed if _reads_codes(query, layer) else None
+    if packed is not None:
+        state = ops.attention_packed(query, *packed[:2], scaling, rope=packed[2], softcap=softcap)
+    for start, keys, values in layer.tiles(packed is None):
         past = min(first - start, keys.shape[1]) if count > 1 else keys.shape[1]
         if past > 0:
             part = ops.attention(query, keys[:, :past], values[:, :past], scaling, softcap=softcap)
@@ -70,6 +79,15 @@ def _over_layer(query: Tensor, layer: PackedLayer, scaling: float, softcap: floa
             state = ops.merge(state, part)
     assert state is not None
     return state[0]
+
+
+def _reads_codes(query: Tensor, layer: PackedLayer) -> bool:
+    """Whether so many queries are faster by a kernel over packed rows than by a dense one over tiles."""
+    heads, count, _ = query.shape
+    if query.is_cuda:
+        assert layer.keys is not None
+        return heads // layer.keys.shape[1] * count <= GPU_ROWS
+    return count == 1 or count >= LONG
 
 
 def register() -> None:

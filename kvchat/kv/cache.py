@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
-from kvchat.errors import ModelRefused
+from kvchat.errors import KVChatError, ModelRefused
+from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import KVFormat
 from kvchat.kv.layer import Layout, PackedLayer, part_layout
 from kvchat.kv.rope import Rope
@@ -33,10 +34,13 @@ def layout(
 class KVCache(Cache):
     """One `PackedLayer` for each full-attention layer of `model`; sliding layers are bounded and stay dense.
 
-    Raises ModelRefused for any other kind of layer, by name.
+    Raises ModelRefused for any other kind of layer, by name, and KVChatError where `fmt` needs a calibration of the model and
+    none is given.
     """
 
-    def __init__(self, model: Any, fmt: KVFormat):
+    def __init__(self, model: Any, fmt: KVFormat, calibration: Calibration | None = None):
+        if fmt.calibrated and calibration is None:
+            raise KVChatError(f"{fmt.name} needs a calibration of the model; run: kvchat calibrate")
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None):
             raise ModelRefused(
@@ -44,15 +48,22 @@ class KVCache(Cache):
             )
         decoder = model.get_decoder()
         layers = []
-        for layer, kind, settings in zip(decoder.layers, *get_layer_types_and_kwargs(config), strict=True):
+        ropes: dict[tuple[str, int], Rope] = {}  # shared, for their tables
+        kinds = zip(decoder.layers, *get_layer_types_and_kwargs(config), strict=True)
+        for i, (layer, kind, settings) in enumerate(kinds):
             if kind == "sliding_attention":
                 layers.append(DynamicSlidingWindowLayer(**settings))
             elif kind == "full_attention":
                 attention = layer.self_attn
                 rotated = fmt.pre_rope and getattr(attention, "use_rope", True)
-                layers.append(
-                    PackedLayer(fmt, Rope(decoder.rotary_emb, attention, kind) if rotated else None)
-                )
+                rope = None
+                if rotated:
+                    key = (kind, attention.head_dim)
+                    if key not in ropes:
+                        ropes[key] = Rope(decoder.rotary_emb, attention, kind)
+                    rope = ropes[key]
+                ranges = calibration.ranges(i, fmt, model.device) if calibration else (None, None)
+                layers.append(PackedLayer(fmt, rope, ranges))
             else:
                 raise ModelRefused(
                     f"{config.model_type} has a layer of type {kind!r}; kvchat serves full and sliding attention"

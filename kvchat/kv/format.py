@@ -36,7 +36,7 @@ class Quant:
     def packed(self) -> bool:
         return self.bits <= 4
 
-    def true_bits(self, head_dim: int) -> float:
+    def true_bits(self, head_dim: int, kv_heads: int) -> float:
         """Bits an element, float16 scale and zero of its group included."""
         if not self.packed:
             return self.bits
@@ -60,16 +60,16 @@ class Ranked:
     packed: ClassVar[bool] = True
 
     def bits_by_rank(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each channel in rank order; planes are whole bytes, so shares are rounded to 8 channels."""
+        """Bits of each channel in rank order; shares are rounded to whole pairs."""
         bits: list[int] = []
         eighths = 0
         for own, share in self.shares:
             eighths += share
-            until = head_dim if eighths == 8 else round(eighths * head_dim / 64) * 8
+            until = round(eighths * head_dim / 16) * 2
             bits += [own] * (until - len(bits))
         return tuple(bits)
 
-    def true_bits(self, head_dim: int) -> float:
+    def true_bits(self, head_dim: int, kv_heads: int) -> float:
         """Bits an element, scale and zero of its group included."""
         return sum(self.bits_by_rank(head_dim)) / head_dim + 24 / self.group
 
@@ -83,9 +83,37 @@ class Rotated:
     axis: ClassVar[Literal["token"]] = "token"
     packed: ClassVar[bool] = True
 
-    def true_bits(self, head_dim: int) -> float:
+    def true_bits(self, head_dim: int, kv_heads: int) -> float:
         """Bits an element, its token's scale included."""
         return self.bits + 8 / head_dim
+
+
+@dataclass(frozen=True)
+class NonUniform:
+    """KVQuant's storage (arXiv:2401.18079): levels of a calibrated codebook, a layer's 1 % outliers a token kept exactly.
+
+    axis: "channel" has calibrated ranges, "token" that of each token over all heads. uniform: evenly spaced levels instead.
+    """
+
+    bits: int
+    axis: Literal["channel", "token"]
+    outliers: bool = True
+    uniform: bool = False
+
+    packed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4):
+            raise UsageError(f"{self.bits} bits is no width of a codebook; take 2, 3 or 4")
+
+    def outliers_of(self, elements: int) -> int:
+        """Of a token with so many elements over all heads: 1 %, at least one."""
+        return max(1, round(elements / 100)) if self.outliers else 0
+
+    def true_bits(self, head_dim: int, kv_heads: int) -> float:
+        """Bits an element: outliers with their places, and a token's range where it has one."""
+        elements = head_dim * kv_heads
+        return self.bits + (32 * self.outliers_of(elements) + 32 * (self.axis == "token")) / elements
 
 
 @dataclass(frozen=True)
@@ -93,8 +121,8 @@ class KVFormat:
     """A whole cache format: `window` newest and `sink` first tokens stay in model precision, the rest is packed in blocks."""
 
     name: str
-    keys: Quant | Ranked
-    values: Quant | Rotated
+    keys: Quant | Ranked | NonUniform
+    values: Quant | Rotated | NonUniform
     window: int = 128
     sink: int = 0
     pre_rope: bool = False
@@ -111,27 +139,41 @@ class KVFormat:
             + [
                 q.group
                 for q in (self.keys, self.values)
-                if not isinstance(q, Rotated) and q.packed and q.axis == "channel"
+                if isinstance(q, Quant | Ranked) and q.packed and q.axis == "channel"
             ]
         )
 
     @property
-    def kivi_layout(self) -> bool:
-        """Whether keys are codes per channel and values codes per token, which kernels read as they lie."""
-        quants = (self.keys, self.values)
-        return all(isinstance(q, Quant) and q.packed for q in quants) and [q.axis for q in quants] == [
-            "channel",
-            "token",
-        ]
+    def calibrated(self) -> bool:
+        """Whether it needs a calibration of the model."""
+        return isinstance(self.keys, NonUniform) or isinstance(self.values, NonUniform)
 
-    def true_bits(self, head_dim: int) -> float:
-        """Mean bits an element of packed keys and values, with all that is needed to read them back."""
-        return (self.keys.true_bits(head_dim) + self.values.true_bits(head_dim)) / 2
+    @property
+    def fused(self) -> bool:
+        """Whether there are kernels over packed rows: packed as KIVI does it, or as kvchat's own formats."""
+        if isinstance(self.keys, Ranked):
+            return isinstance(self.values, Rotated)
+        return (
+            isinstance(self.keys, Quant)
+            and isinstance(self.values, Quant)
+            and (self.keys.packed and self.keys.axis == "channel")
+            and (self.values.packed and self.values.axis == "token")
+        )
+
+    def true_bits(self, head_dim: int, kv_heads: int) -> float:
+        """Mean bits an element of packed keys and values, with all that a token needs to be read back."""
+        return (self.keys.true_bits(head_dim, kv_heads) + self.values.true_bits(head_dim, kv_heads)) / 2
 
 
 def _kivi(bits: int) -> KVFormat:
     """KIVI as published (arXiv:2402.02750): per-channel keys, per-token values, group 32, residual window 128."""
     return KVFormat(f"kivi{bits}", Quant(bits, "channel"), Quant(bits, "token"))
+
+
+def _kvquant(bits: int) -> KVFormat:
+    """KVQuant as published: per-channel keys before RoPE, per-token values, 1 % outliers, the first token exact."""
+    keys, values = NonUniform(bits, "channel"), NonUniform(bits, "token")
+    return KVFormat(f"kvquant{bits}", keys, values, window=0, sink=1, pre_rope=True)
 
 
 def _kvchat(name: str, shares: tuple[tuple[int, int], ...], value_bits: int) -> KVFormat:
@@ -142,13 +184,16 @@ def _kvchat(name: str, shares: tuple[tuple[int, int], ...], value_bits: int) -> 
 PRESETS = {
     "fp16": KVFormat("fp16", Quant(16), Quant(16), window=0),
     "kivi4": _kivi(4),
+    "kvquant4": _kvquant(4),
     "kivi3": _kivi(3),
+    "kvquant3": _kvquant(3),
     "kvchat3": _kvchat("kvchat3", ((6, 1), (5, 1), (4, 1), (3, 2), (2, 3)), 3),
     "kivi2": _kivi(2),
+    "kvquant2": _kvquant(2),
     "kvchat2": _kvchat("kvchat2", ((5, 1), (4, 1), (3, 1), (2, 2), (1, 3)), 2),
 }
 
-SPELLING = "NAME[:k=BITS,v=BITS,group=N,kgroup=N,vgroup=N,window=N,sink=N,rope=pre|post]"
+SPELLING = "NAME[:k=BITS,v=BITS,group=N,kgroup=N,vgroup=N,window=N,sink=N,rope=pre|post,outliers=0|1]"
 
 
 def parse(spec: str) -> KVFormat:
@@ -182,6 +227,15 @@ def _with(fmt: KVFormat, key: str, value: str) -> KVFormat:
     if key in ("window", "sink"):
         return replace(fmt, **{key: number})  # type: ignore[arg-type]
     keys, values = fmt.keys, fmt.values
+    if isinstance(keys, NonUniform) and isinstance(values, NonUniform):
+        match key:
+            case "k":
+                return replace(fmt, keys=replace(keys, bits=number))
+            case "v":
+                return replace(fmt, values=replace(values, bits=number))
+            case "outliers" if number in (0, 1):
+                keys, values = (replace(q, outliers=bool(number)) for q in (keys, values))
+                return replace(fmt, keys=keys, values=values)
     if not (isinstance(keys, Quant) and isinstance(values, Quant)):
         raise KeyError(key)  # how these are stored is what the preset is
     match key:

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvchat.errors import KVChatError
 from kvchat.kv import ops
+from kvchat.kv.calibration import Ranges
 from kvchat.kv.format import KVFormat, Ranked
 from kvchat.kv.rope import Rope
 from kvchat.kv.rows import PackedRows, fields
@@ -22,8 +23,8 @@ from kvchat.kv.rows import PackedRows, fields
 TILE = 1024
 """Tokens a tile: a multiple of every block, few enough that a tile of keys and values stays in a core's cache."""
 
-RUN = 16 * TILE
-"""Tokens whose angles are computed at once for a kernel that rotates keys itself."""
+GPU_TILE = 2**25
+"""Elements of a tile's keys on a GPU, 64 MiB in 16 bits: enough that launching kernels takes no time beside running them."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def part_layout(
     if start == 0:
         layout |= {f"sink.{what}": ((1, heads, sink, head_dim), dtype) for what in ("keys", "values")}
     for what, quant in (("keys", fmt.keys), ("values", fmt.values)):
-        for field in fields(quant, head_dim, dtype):
-            layout[f"{what}.{field.name}"] = ((heads, packed // field.tokens, field.width), field.dtype)
+        for field in fields(quant, heads, head_dim, dtype):
+            layout[f"{what}.{field.name}"] = ((field.heads, packed // field.tokens, field.width), field.dtype)
     return layout
 
 
@@ -81,9 +82,15 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = False
     is_compileable = False
 
-    def __init__(self, fmt: KVFormat, rope: Rope | None = None):
+    def __init__(
+        self,
+        fmt: KVFormat,
+        rope: Rope | None = None,
+        ranges: tuple[Ranges | None, Ranges | None] = (None, None),
+    ):
+        """ranges: of keys and of values, from the model's calibration, where the format needs them."""
         super().__init__()
-        self.fmt, self.rope = fmt, rope
+        self.fmt, self.rope, self.ranges = fmt, rope, ranges
         self.packed_tokens = 0
         self.next_position = 0
         self.starts: list[int] = []  # position of the first token of each block
@@ -101,8 +108,10 @@ class PackedLayer(CacheLayerMixin):
         )
         self.sink = (self.keys, self.values)
         self.rows = tuple(
-            PackedRows(quant, x.shape[1], x.shape[3], dtype, device)
-            for quant, x in ((self.fmt.keys, key_states), (self.fmt.values, value_states))
+            PackedRows(quant, x.shape[1], x.shape[3], dtype, device, ranges)
+            for quant, x, ranges in zip(
+                (self.fmt.keys, self.fmt.values), (key_states, value_states), self.ranges, strict=True
+            )
         )
         # pairs of channels by rank, once the first block was packed; what the queries before that were like
         self.rank = torch.empty(key_states.shape[1], 0, dtype=torch.uint8, device=device)
@@ -182,34 +191,49 @@ class PackedLayer(CacheLayerMixin):
         )
 
     @property
-    def kernel_reads(self) -> bool:
-        """Whether `ops.attention_packed` can read the blocks: format and rotation are those that it knows."""
-        return self.fmt.kivi_layout and (self.rope is None or self.rope.half_split)
+    def packed(self) -> tuple[Any, Any, tuple[Tensor, Tensor] | None] | None:
+        """Packed keys, packed values, and cos and sin of the keys' positions where they were packed before RoPE.
 
-    def runs(self) -> Iterator[tuple[ops.Packed, ops.Packed, tuple[Tensor, Tensor] | None]]:
-        """Yield all packed blocks as keys, values and, for keys before RoPE, cos and sin, for `ops.attention_packed`.
-
-        One run, but with RoPE, whose tables of angles are as large as dense keys, as many as keep them small.
+        None where no kernel reads them (see `tiles`), or nothing is packed yet.
         """
-        run = self.packed_tokens if self.rope is None else RUN
-        for start in range(0, self.packed_tokens, max(run, 1)):
-            stop = min(start + run, self.packed_tokens)
-            keys, values = (rows.packed(start, stop) for rows in self.rows)
-            rope = None if self.rope is None else self.rope.table(self._positions(start, stop))
-            yield keys, values, rope
+        if not self.packed_tokens or not self.fmt.fused:
+            return None
+        assert self.keys is not None
+        ranked = isinstance(self.fmt.keys, Ranked)
+        if not ops.reads_codes(self.keys.device, self.keys.shape[3], ranked):
+            return None
+        if self.rope is not None and not self.rope.halves:
+            return None
+        keys, values = (rows.packed(self.packed_tokens) for rows in self.rows)
+        return keys, values, self._rope()
+
+    def _rope(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [packed tokens, head_dim]."""
+        if self.rope is None:
+            return None
+        first, block = self.starts[0], self.fmt.block
+        table = self.rope.table(max(self.starts) + block, by_channel=isinstance(self.fmt.keys, Ranked))
+        if self.starts == list(range(first, first + self.packed_tokens, block)):
+            cos, sin = table[:, first : first + self.packed_tokens]  # a view, not a copy a layer and token
+        else:
+            cos, sin = table[:, self._positions(0, self.packed_tokens)]
+        return cos, sin
 
     def tiles(self, packed: bool = True) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (index of the first token, keys, values), oldest first, in model precision: [heads, n, head_dim].
 
-        Only the last one, the window, can hold tokens that a query of the newest chunk may not see. Without `packed`, the
-        sink and the window alone.
+        Only the last one, the window, can hold tokens that a query of the newest chunk may not see. Without `packed`,
+        sink and window alone.
         """
         assert self.keys is not None and self.values is not None
         sink = self.sink[0].shape[2]
         if sink:
             yield 0, self.sink[0][0], self.sink[1][0]
-        for start in range(0, self.packed_tokens if packed else 0, TILE):
-            stop = min(start + TILE, self.packed_tokens)
+        tile = TILE
+        if self.keys.is_cuda:
+            tile = GPU_TILE // (self.keys.shape[1] * self.keys.shape[3] * TILE) * TILE
+        for start in range(0, self.packed_tokens if packed else 0, tile):
+            stop = min(start + tile, self.packed_tokens)
             keys = self.rows[0].read(start, stop)
             if self.rope is not None:
                 keys = self.rope.rotate(keys, self._positions(start, stop))
@@ -287,7 +311,7 @@ class PackedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.__init__(self.fmt, self.rope)  # type: ignore[misc]
+        self.__init__(self.fmt, self.rope, self.ranges)  # type: ignore[misc]
 
     @property
     def _dense_bytes(self) -> int:

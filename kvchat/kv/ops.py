@@ -1,54 +1,81 @@
 """The kernels that the cache runs on, chosen here and nowhere else."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from kvchat_kernels import torch_pack
+from kvchat_kernels import torch_pack, torch_ranked
 from kvchat_kernels.reference import Packed
+from kvchat_kernels.reference_ranked import PackedRanked, PackedRotated
 from kvchat_kernels.torch_attend import attention, merge
-from kvchat_kernels.torch_pack import dequantize
-from kvchat_kernels.torch_ranked import (
-    dequantize_ranked,
-    dequantize_rotated,
-    quantize_ranked,
-    quantize_rotated,
-)
+from kvchat_kernels.torch_nonuniform import dequantize_nonuniform, quantize_channels, quantize_tokens
+from kvchat_kernels.torch_ranked import dequantize_ranked, dequantize_rotated, quantize_rotated
 from torch import Tensor
 
 __all__ = [
     "Packed",
+    "PackedRanked",
+    "PackedRotated",
     "attention",
     "attention_packed",
     "dequantize",
+    "dequantize_nonuniform",
     "dequantize_ranked",
     "dequantize_rotated",
     "merge",
     "quantize",
+    "quantize_channels",
     "quantize_ranked",
     "quantize_rotated",
+    "quantize_tokens",
+    "reads_codes",
 ]
 
 
-def attention_packed(device: torch.device, head_dim: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """`reference.attention_packed` as one kernel on `device`; None where there is none, and tiles are dequantized."""
-    if device.type == "cuda" and find_spec("triton"):
+def reads_codes(device: torch.device, head_dim: int, ranked: bool) -> bool:
+    """Whether `attention_packed` has a kernel on `device`: for keys by rank, or for those of KIVI."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    if ranked or not find_spec("triton"):
+        return False
+    from kvchat_kernels import triton_attend
+
+    return triton_attend.serves(head_dim)
+
+
+def attention_packed(
+    query: Tensor, key: Packed | PackedRanked, *args: Any, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    if query.is_cuda:
         from kvchat_kernels import triton_attend
 
-        return triton_attend.attention_packed if triton_attend.serves(head_dim) else None
-    return None
+        return triton_attend.attention_packed(query, key, *args, **settings)
+    # importing numba takes as long as answering some tokens, which only those who run it should wait for
+    from kvchat_kernels import cpu_attend, cpu_ranked
+
+    kernel: Any = cpu_ranked if isinstance(key, PackedRanked) else cpu_attend
+    return kernel.attention_packed(query, key, *args, **settings)
 
 
-def reader(device: torch.device, head_dim: int) -> str:
-    """What reads packed blocks on `device`, in words."""
-    if attention_packed(device, head_dim) is None:
-        return "tile loop in torch, for every format"
-    return "one kernel for kivi4, kivi3 and kivi2, tile loop in torch for other formats"
+def quantize(x: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _packing(x).quantize(x, *how)
 
 
-def quantize(x: Tensor, bits: int, axis: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    if x.is_cuda and find_spec("triton"):
-        from kvchat_kernels import triton_pack
+def dequantize(codes: Tensor, *how: Any) -> Tensor:
+    return _packing(codes).dequantize(codes, *how)
 
-        return triton_pack.quantize(x, bits, axis, group)
-    return torch_pack.quantize(x, bits, axis, group)
+
+def _packing(x: Tensor) -> Any:
+    if not x.is_cuda or not find_spec("triton"):
+        return torch_pack
+    from kvchat_kernels import triton_pack
+
+    return triton_pack
+
+
+def quantize_ranked(x: Tensor, bits: tuple[int, ...], group: int) -> tuple[Tensor, Tensor, Tensor]:
+    if x.device.type != "cpu":
+        return torch_ranked.quantize_ranked(x, bits, group)
+    from kvchat_kernels import cpu_pack
+
+    return cpu_pack.quantize_ranked(x, bits, group)

@@ -9,6 +9,8 @@ from torch import Tensor
 from kvchat.errors import ModelRefused
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+GROWTH = 1024
+"""Positions by which the table of cos and sin grows beyond what is asked for."""
 
 
 class Rope:
@@ -33,26 +35,41 @@ class Rope:
                 f"the rotation in {module.__name__} cannot be undone from outside, so keys cannot be stored before RoPE; "
                 "take rope=post"
             )
+        self.halves = self._turns_halves(attention.head_dim)
+        self._table = torch.empty(2, 0, attention.head_dim)
+        self._columns = self._table
 
-        self.half_split = self._is_half_split(attention.head_dim)
-
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D] of positions [T], float32."""
-        x = torch.empty(1, device=positions.device)
-        cos, sin = self._embedding(x, positions[None], *self._args)
-        return cos[0], sin[0]
-
-    def _is_half_split(self, head_dim: int) -> bool:
-        """Whether `rotate` turns channels c and c + D/2 together by `table`, as kernels do that rotate keys themselves."""
+    def _turns_halves(self, head_dim: int) -> bool:
+        """Whether channels c and c + D/2 turn together, all of them, as kernels over packed keys do it."""
         device = next(self._embedding.buffers()).device
-        key = torch.linspace(-1, 1, head_dim, device=device).expand(1, 2, head_dim)
+        key = torch.linspace(-1, 1, 2 * head_dim, device=device).view(1, 2, head_dim)
         positions = torch.tensor([3, 700], device=device)
-        cos, sin = self.table(positions)
-        if cos.shape[1] != head_dim:
+        cos, sin = self._cos_sin(key, positions)
+        if cos.shape[-1] != head_dim:
             return False
         first, second = key.chunk(2, -1)
         turned = key * cos + torch.cat([-second, first], -1) * sin
-        return torch.allclose(turned, self.rotate(key, positions), atol=1e-4)
+        return torch.allclose(turned, self.rotate(key, positions), atol=1e-5)
+
+    def table(self, tokens: int, by_channel: bool = False) -> Tensor:
+        """cos and sin [2, tokens, D] of the first positions, float32, for keys whose `halves` turn; kept for the next call.
+
+        by_channel: the positions of a channel lie side by side.
+        """
+        if self._table.shape[1] < tokens:
+            device = next(self._embedding.buffers()).device
+            positions = torch.arange(tokens + GROWTH, device=device)
+            like = self._table.to(device)
+            self._table = torch.stack(self._cos_sin(like, positions))[:, 0]
+        if not by_channel:
+            return self._table[:, :tokens]
+        if self._columns.shape[1] < tokens:
+            self._columns = self._table.transpose(1, 2).contiguous().transpose(1, 2)
+        return self._columns[:, :tokens]
+
+    def _cos_sin(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, T, D] each, of `like`'s type and device."""
+        return self._embedding(like, positions[None], *self._args)
 
     def _can_undo(self, head_dim: int) -> bool:
         """Some models slice the rotated channels themselves before they call their rotary function."""
@@ -67,7 +84,7 @@ class Rope:
 
     def _turn(self, keys: Tensor, positions: Tensor, inverse: bool) -> Tensor:
         x = keys.float()[None]
-        cos, sin = self._embedding(x, positions[None], *self._args)
+        cos, sin = self._cos_sin(x, positions)
         if inverse:
             # YaRN scales cos and sin by a: the inverse divides by a**2 = cos**2 + sin**2
             square = cos * cos + sin * sin

@@ -58,8 +58,11 @@ class Entry:
         self._damaged = False  # whether its own folder holds what cannot be used
         self._where = self._folder  # of the files that are kept already
         self._kept: tuple[Segment, ...] = ()
-        if not refresh:
-            self._find()
+        try:
+            if not refresh:
+                self._find()
+        except OSError as error:
+            self._cannot_write(error)
         if len(self._kept) < len(ends) and (problem := store.no_room(planned)):
             self._give_up(problem)
 
@@ -95,6 +98,7 @@ class Entry:
             cache.adopt(part)
         if parts:
             self._use()
+            self._mend_text()
         return start
 
     def append(self, cache: KVCache, start: int, stop: int) -> None:
@@ -134,21 +138,47 @@ class Entry:
         names = self._manifest.documents
         same = [c.manifest for c in stored if c.manifest and c.manifest.documents == names]
         if not self._kept and same and not self.notes:
-            self.notes.append(self._difference(same[0]))
-        elif self._where != self._folder:
+            self.notes.append(self._difference(same))
+        elif self._where != self._folder and not self.whole:
             self.notes.append(
                 f"the text differs from the stored one after token {self._kept[-1].stop:,}; it is read from there"
             )
 
-    def _difference(self, other: Manifest) -> str:
-        differences = self._manifest.key.differences(other.key)
-        what = f"another {' and '.join(differences)}" if differences else "another text from the start"
-        what = what.replace("another KV format", f"another KV format ({other.format})")
+    def _difference(self, others: Sequence[Manifest]) -> str:
+        """What the nearest of other caches of documents with these names was made with."""
+        key = self._manifest.key
+        other = min(others, key=lambda manifest: len(key.differences(manifest.key)))
+        differ = key.differences(other.key)
+        if "KV format" in differ:
+            differ = [part for part in differ if part != "calibration"]  # which the format decides about
+        parts = [f"{'other' if part.endswith('s') else 'another'} {part}" for part in differ]
+        if not parts:
+            same_text = other.text.name == self._manifest.text.name
+            parts = [
+                "another instruction" if same_text else f"another text in its first {self._ends[0]:,} tokens"
+            ]
+        what = " and ".join(parts).replace("another KV format", f"another KV format ({other.format})")
         return f"what is stored of these documents has {what}; they are read anew"
+
+    def _mend_text(self) -> None:
+        """Write the documents' text again where it was damaged: citations and `chat -c` need it."""
+        if self._where != self._folder:
+            return
+        try:
+            Manifest.read(self._folder).text.check(self._folder)
+        except Unusable as reason:
+            self.notes.append(f"of the stored cache, {reason}; it is written again")
+            self._damaged = True
+            if self._may_write():
+                try:
+                    self._write_manifest()
+                except OSError as error:
+                    self._cannot_write(error)
 
     def _use(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self._where / NAME)  # used just now
+            self._store.make_room(keep=(self._where,))
         if self._where == self._folder:
             with contextlib.suppress(Timeout, OSError):
                 self._lock.acquire()
@@ -168,6 +198,8 @@ class Entry:
             self._lock.acquire()
         except Timeout:
             return self._give_up("another kvchat has it open")
+        if os.path.lexists(self._folder) and not self._folder.is_dir():
+            self._folder.unlink()
         self._store.make_room(self._planned, keep=(self._folder, self._where))
         files.make_private(self._folder)
         if self._damaged:

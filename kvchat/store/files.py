@@ -68,7 +68,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take a folder away at once (a rename), then its files. Raises OSError."""
+    """Take a folder away at once (a rename), then its files; of a link the link alone. Raises OSError."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     gone = folder.with_name(f"{TEMPORARY}{folder.name}-{os.getpid()}")
     os.replace(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -85,5 +88,7 @@ def keep_only(folder: Path, names: Collection[str]) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, mode 0700, with its parents. Raises OSError."""
+    """Make a folder, mode 0700, with its parents; one that others can read is closed to them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from kvchat.kv.format import KVFormat
 from kvchat.store.files import sha256
 
-VERSION = 1
+VERSION = 2
 """Of the layout on disk and of everything that decides what a cache holds: packing, chunking, closing."""
 
 

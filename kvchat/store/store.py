@@ -67,9 +67,7 @@ class Store:
         return next((s for s in self._all() if s.id == name and s.manifest is not None), None)
 
     def _all(self) -> Iterator[Stored]:
-        for folder in self.folder.glob("*/"):
-            if folder.name.startswith("."):
-                continue
+        for folder in self._folders():
             with contextlib.suppress(OSError):  # it went while we looked
                 manifest, problem = None, ""
                 try:
@@ -80,10 +78,18 @@ class Store:
                 used = (path if path.exists() else folder).stat().st_mtime
                 yield Stored(folder, manifest, problem, sum(_sizes([folder]).values()), used)
 
+    def _folders(self) -> list[Path]:
+        """Raises OSError where one cannot look."""
+        try:
+            paths = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
+        except FileNotFoundError:
+            return []
+        return [path for path in paths if path.is_dir()]
+
     @property
     def bytes(self) -> int:
         """What all of it takes on the disk; a file that several caches share counts once."""
-        return sum(_sizes(f for f in self.folder.glob("*/")).values())
+        return sum(_sizes(self._folders()).values())
 
     def lock(self, name: str) -> FileLock:
         """The lock that whoever writes, uses or removes a cache holds."""
@@ -111,9 +117,14 @@ class Store:
         return gone
 
     def sweep(self) -> None:
-        """Remove what killed processes left: files that were being written, folders that were being removed."""
-        for path in self.folder.glob(f"{files.TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        """Remove what killed processes left (files that were being written, folders that were being removed), and what is no
+        folder. Raises OSError."""
+        folders = self._folders()
+        for path in self.folder.iterdir() if folders or self.folder.exists() else ():
+            if path.name.startswith(files.TEMPORARY) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(files.TEMPORARY) or not (path.name.startswith(".") or path in folders):
+                path.unlink(missing_ok=True)
         for stored in self.shelf():
             if not stored.begun:
                 self.remove(stored)

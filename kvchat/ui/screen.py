@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -55,6 +56,15 @@ class Screen:
         Console(
             width=width, highlight=False, markup=False, emoji=False, color_system="auto" if color else None
         ).print(view)
+
+    @contextmanager
+    def status(self, line: str) -> Iterator[Callable[[str], None]]:
+        """A line that says what is going on while it goes on, on a terminal; gives a function that changes it."""
+        if not self.fancy or self.quiet:
+            yield lambda line: None
+            return
+        with self.console.status(Text(clean(line))) as status:
+            yield lambda line: status.update(Text(clean(line)))
 
     def answer(self, pieces: Iterable[str]) -> Iterator[None]:
         """Write an answer to stdout as it comes, exactly, but for control characters; yields after each piece."""
