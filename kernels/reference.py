@@ -158,6 +158,31 @@ def attention_packed(
     return attention(query, k if rope is None else rotated(k, rope), v, scaling, softcap=softcap)
 
 
+def attention_step(
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    dense: tuple[Tensor, Tensor],
+    counts: Tensor,
+    scaling: float,
+    *,
+    rope: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The newest token's attention, queries [Hq, 1, D], over packed tokens and dense ones.
+
+    counts: how many of the packed tokens and of the dense keys and values [Hkv, C, D] there are, from the first on; int64 on
+    the device, so that a captured step can be replayed when they have changed. There may be room for more behind them.
+    Returns output [Hq, 1, D], float64.
+    """
+    packed, newest = counts.tolist()
+    k, v = (dequantize(*p, torch.float64)[:, :packed] for p in (key, value))
+    if rope is not None:
+        k = rotated(k, (rope[0][:packed], rope[1][:packed]))
+    pieces = [(k, v), (dense[0][:, :newest], dense[1][:, :newest])]
+    return merge([attention(query, *piece, scaling, softcap=softcap) for piece in pieces])[0]
+
+
 def rotated(key: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Keys [heads, S, D] after RoPE, by cos and sin [S, D]; channels c and c + D/2 turn together."""
     cos, sin = rope

@@ -96,6 +96,8 @@ def _attend(
     count,
     share,
     length,
+    counts,
+    pieces,
     split,
     scaling,
     softcap,
@@ -118,7 +120,10 @@ def _attend(
     V_COLUMNS: tl.constexpr,
     Z_COLUMNS: tl.constexpr,
     IN_PTX: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
+    if COUNTED:
+        length = tl.load(counts)
     K_W: tl.constexpr = 4 if K_BITS == 4 else 2  # bits of a field
     V_W: tl.constexpr = 4 if V_BITS == 4 else 2
     K_FIELDS: tl.constexpr = 8 // K_W
@@ -276,9 +281,10 @@ def _attend(
                     )
         acc = fresh
 
-    parts = tl.num_programs(0)
-    place = (q_heads * count + rows % count) * parts + part
+    place = (q_heads * count + rows % count) * pieces + part
     total = tl.sum(tl.where(zg[None, :] == V_GROUPS, zacc, 0.0), 1)
+    some = total > 0  # a split may begin where there are no tokens yet
+    total = tl.where(some, total, 1.0)
     for b in tl.static_range(V_BLOCKS):
         for odd in tl.static_range(2):
             for f in tl.static_range(V_FIELDS):
@@ -289,7 +295,7 @@ def _attend(
                     a += tl.where((c // V_GROUP == g)[None, :], zero[:, None], 0.0)
                 inside = present[:, None] & in_v[None, :]
                 tl.store(out + place[:, None] * D + c[None, :], a / total[:, None], mask=inside)
-    tl.store(lse + place, (high + tl.log2(total)) / LOG2E, mask=present)
+    tl.store(lse + place, tl.where(some, (high + tl.log2(total)) / LOG2E, -float("inf")), mask=present)
 
 
 @triton.jit
@@ -371,6 +377,23 @@ def attention_packed(
     rope: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
+    return join(*over_splits(query, key, value, scaling, rope, softcap))
+
+
+def over_splits(
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    scaling: float,
+    rope: tuple[Tensor, Tensor] | None,
+    softcap: float | None,
+    counts: Tensor | None = None,
+    further: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Output [Hq, T, pieces, D] and LSE [Hq, T, pieces] of each split, and room for `further` pieces behind them.
+
+    counts: its first number says how many tokens there are, if not all.
+    """
     heads, count, dim = query.shape
     kv_heads, length, _ = key.codes.shape
     share = heads // kv_heads
@@ -381,36 +404,41 @@ def attention_packed(
     k_scale, k_zero = key.scale.view(torch.int32), key.zero.view(torch.int32)
     v_scale = value.scale if value.scale.shape[2] % 2 else value.scale.view(torch.int32)
     parts = math.ceil(length / cut.split)
+    pieces = parts + further
     new: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    out, lse = torch.empty(heads, count, parts, dim, **new), torch.empty(heads, count, parts, **new)
+    out, lse = torch.empty(heads, count, pieces, dim, **new), torch.empty(heads, count, pieces, **new)
     cos, sin = rope if rope is not None else (query, query)
-    log2e = math.log2(math.e)
-    scaling, softcap_ = (
-        (scaling * log2e, 0.0) if softcap is None else (2 * scaling * log2e / softcap, softcap * log2e)
-    )
+    scaling, softcap_ = in_exponents_of_2(scaling, softcap)
     _attend[(parts, math.ceil(share * count / cut.block_m), kv_heads)](
         query, k_codes, k_scale, k_zero, v_codes, v_scale, value.zero, cos, sin, out, lse,
         *query.stride()[:2], k_codes.stride(0), *k_scale.stride()[:2], *k_zero.stride()[:2],
         v_codes.stride(0), v_scale.stride(0), value.zero.stride(0), cos.stride(0),
-        count, share, length, cut.split, scaling, softcap_,
+        count, share, length, query if counts is None else counts, pieces, cut.split, scaling, softcap_,
         D=dim, K_BITS=key.bits, V_BITS=value.bits, K_GROUP=key.group, V_GROUP=value.group,
         ROPE=rope is not None, SOFTCAP=softcap is not None, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
         K_ROW=k_codes.stride(1), V_ROW=v_codes.stride(1), VS_ROW=v_scale.stride(1), VZ_ROW=value.zero.stride(1),
-        **shapes, IN_PTX=COMPILED,
+        **shapes, IN_PTX=COMPILED, COUNTED=counts is not None,
         num_warps=cut.warps, num_stages=cut.stages, maxnreg=cut.registers,
     )  # fmt: skip
-    if parts == 1:
+    return out, lse
+
+
+def in_exponents_of_2(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """Scaling and softcap for kernels that exponentiate by 2; with a softcap, scores are what its tanh takes, doubled."""
+    log2e = math.log2(math.e)
+    if softcap is None:
+        return scaling * log2e, 0.0
+    return 2 * scaling * log2e / softcap, softcap * log2e
+
+
+def join(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [Hq, T, D] and LSE [Hq, T] of pieces [Hq, T, pieces, D] and [Hq, T, pieces]."""
+    heads, count, pieces, dim = out.shape
+    if pieces == 1:
         return out[:, :, 0], lse[:, :, 0]
-    joined, joined_lse = torch.empty(heads, count, dim, **new), torch.empty(heads, count, **new)
+    joined, joined_lse = torch.empty_like(out[:, :, 0]), torch.empty_like(lse[:, :, 0])
     _join[(heads * count, math.ceil(dim / 32))](
-        out,
-        lse,
-        joined,
-        joined_lse,
-        parts,
-        D=dim,
-        PARTS=triton.next_power_of_2(parts),
-        COLUMNS=32,
-        num_warps=4,
-    )
+        out, lse, joined, joined_lse, pieces,
+        D=dim, PARTS=triton.next_power_of_2(pieces), COLUMNS=32, num_warps=4,
+    )  # fmt: skip
     return joined, joined_lse

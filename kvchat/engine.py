@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from kvchat.errors import DoesNotFit, UsageError
+from kvchat.kv import step
 from kvchat.kv.cache import KVCache
 from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import KVFormat
+from kvchat.kv.step import DecodeStep
 
 CHUNK = 512
 """Tokens a prefill chunk. Later chunks read earlier ones out of the packed cache, so the state depends on it."""
@@ -95,13 +97,17 @@ class Engine:
         for _ in self.prefill(ids):
             pass
         generator = torch.Generator().manual_seed(sampling.seed)
+        decode: DecodeStep | None = None
         for n in range(sampling.max_tokens):
             token = self._choose(sampling, generator)
             if token in stop_ids:
                 return
             yield token
-            if n + 1 < sampling.max_tokens:
-                self._forward([token])
+            if n + 1 == sampling.max_tokens:
+                return
+            if n == 0 and step.serves(self.model, self.cache):
+                decode = DecodeStep(self.model, self.cache, sampling.max_tokens)
+            self._forward([token], decode=decode)
 
     def choices(self, ids: Sequence[int]) -> list[int]:
         """Read ids as one chunk and return the likeliest next token after each of them."""
@@ -110,8 +116,11 @@ class Engine:
         return self._logits.argmax(-1).tolist()
 
     @torch.no_grad()
-    def _forward(self, ids: Sequence[int], keep: int = 1) -> None:
+    def _forward(self, ids: Sequence[int], keep: int = 1, decode: DecodeStep | None = None) -> None:
         try:
+            if decode is not None:
+                self._logits = decode(ids[0])
+                return
             batch = torch.tensor([ids], device=self.model.device)
             self._logits = self.model(batch, cache=self.cache, use_cache=True, logits_to_keep=keep).logits[0]
         except torch.OutOfMemoryError:

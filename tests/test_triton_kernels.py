@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")  # has no wheel for macOS
 
-from kvchat_kernels import reference, torch_pack, triton_attend, triton_pack
+from kvchat_kernels import reference, torch_pack, triton_attend, triton_pack, triton_step
 from kvchat_kernels.reference import Packed
 from kvchat_kernels.triton_attend import Plan
 
@@ -245,3 +245,59 @@ def test_unpacks_what_was_packed(bits: int, tokens: int, dim: int, axis: str, gr
     assert (
         float((triton_pack.dequantize(*shifted, bits, axis, group, torch.float32) - wanted).abs().max()) > 0.1
     )
+
+
+# --- one step -----------------------------------------------------------------------------------------------------
+
+
+def step_case(
+    case: Case, packed: int, newest: int, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[Tensor, Packed, Packed, tuple[Tensor, Tensor], Tensor, float], dict[str, object]]:
+    query, key, value, rope = case.tensors()
+    generator = torch.Generator().manual_seed(newest)
+    dense = torch.randn(2, case.kv_heads, 100, case.dim, generator=generator)
+    dense[:, :, newest:] = torch.nan  # room for tokens that are not there yet
+    counts = torch.tensor([packed, newest])
+    query, keys, values = (x.to(dtype) for x in (query, *dense))
+    return (query, key, value, (keys, values), counts, case.dim**-0.5), {
+        "rope": rope,
+        "softcap": case.softcap,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "packed", "newest"),
+    [
+        (Case(length=192), 192, 100),
+        (Case(length=192), 64, 1),
+        (Case((3, 2), 80, share=1, length=256), 160, 64),
+        (Case((4, 4), 128, 1, share=7, length=192, rope=True), 96, 65),
+        (Case(share=20, length=192, softcap=3.0), 128, 33),
+    ],
+    ids=str,
+)
+def test_a_step_equals_the_reference(
+    case: Case, packed: int, newest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_m = 32 if case.share > 16 else 16
+    monkeypatch.setattr(triton_attend, "plan", lambda *_: replace(case, block_m=block_m).plan)
+    args, settings = step_case(case, packed, newest)
+    got = triton_step.attention_step(*args, **settings)
+    wanted = reference.attention_step(*args, **settings)
+    assert got.dtype == torch.float32 and got.shape == wanted.shape
+    assert float((got - wanted).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_step_with_a_token_too_few_is_far_off(which: int) -> None:
+    args, settings = step_case(Case(length=192), 128, 3)
+    wanted = triton_step.attention_step(*args, **settings)
+    args[4][which] -= 32 if which == 0 else 1
+    assert float((triton_step.attention_step(*args, **settings) - wanted).abs().max()) > TOLERANCE
+
+
+def test_a_step_takes_16_bit_numbers() -> None:
+    # the interpreter multiplies bfloat16's bits; benchmarks/gpu_model.py runs in it
+    args, settings = step_case(Case(length=192), 128, 3, torch.float16)
+    got, wanted = triton_step.attention_step(*args, **settings), reference.attention_step(*args, **settings)
+    assert float((got - wanted).abs().max()) < TOLERANCE

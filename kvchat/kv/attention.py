@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from kvchat.errors import KVChatError
 from kvchat.kv import ops
 from kvchat.kv.layer import PackedLayer
+from kvchat.kv.step import StepLayer
 
 NAME = "kvchat"
 
@@ -28,8 +29,8 @@ GPU_ROWS = 64
 def attend(
     module: torch.nn.Module,
     query: Tensor,
-    key: PackedLayer | Tensor,
-    value: PackedLayer | Tensor,
+    key: PackedLayer | StepLayer | Tensor,
+    value: PackedLayer | StepLayer | Tensor,
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
@@ -47,6 +48,8 @@ def attend(
     if isinstance(key, PackedLayer):
         key.observe(q)
         output = _over_layer(q, key, scaling, softcap)
+    elif isinstance(key, StepLayer):
+        output = key.attend(q, scaling, softcap)
     else:
         assert isinstance(value, Tensor)
         output, _lse = ops.attention(
@@ -63,7 +66,7 @@ def _over_layer(query: Tensor, layer: PackedLayer, scaling: float, softcap: floa
     count = query.shape[1]
     first = layer.get_seq_length() - count
     state = None
-    packed = layer.packed if _reads_codes(query, layer) else None
+    packed = layer.packed() if _reads_codes(query, layer) else None
     if packed is not None:
         state = ops.attention_packed(query, *packed[:2], scaling, rope=packed[2], softcap=softcap)
     for start, keys, values in layer.tiles(packed is None):

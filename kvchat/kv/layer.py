@@ -190,11 +190,11 @@ class PackedLayer(CacheLayerMixin):
             torch.stack([first, first + rank.shape[1]], 2).flatten(1) if rank.numel() else None
         )
 
-    @property
-    def packed(self) -> tuple[Any, Any, tuple[Tensor, Tensor] | None] | None:
+    def packed(self, room: int = 0) -> tuple[Any, Any, tuple[Tensor, Tensor] | None] | None:
         """Packed keys, packed values, and cos and sin of the keys' positions where they were packed before RoPE.
 
-        None where no kernel reads them (see `tiles`), or nothing is packed yet.
+        None where no kernel reads them (see `tiles`), or nothing is packed yet. room: with rows for so many more tokens, which
+        are reserved and not yet written.
         """
         if not self.packed_tokens or not self.fmt.fused:
             return None
@@ -204,19 +204,25 @@ class PackedLayer(CacheLayerMixin):
             return None
         if self.rope is not None and not self.rope.halves:
             return None
-        keys, values = (rows.packed(self.packed_tokens) for rows in self.rows)
-        return keys, values, self._rope()
+        tokens = self.packed_tokens + room // self.fmt.block * self.fmt.block
+        if room:
+            self.reserve(max(self._reserved, tokens))
+        keys, values = (rows.packed(tokens) for rows in self.rows)
+        return keys, values, self._rope(tokens)
 
-    def _rope(self) -> tuple[Tensor, Tensor] | None:
-        """cos and sin [packed tokens, head_dim]."""
+    def _rope(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [tokens, head_dim] of packed tokens, and of those that will follow."""
         if self.rope is None:
             return None
         first, block = self.starts[0], self.fmt.block
-        table = self.rope.table(max(self.starts) + block, by_channel=isinstance(self.fmt.keys, Ranked))
+        further = tokens - self.packed_tokens
+        end = max(self.starts) + block + further
+        table = self.rope.table(end, by_channel=isinstance(self.fmt.keys, Ranked))
         if self.starts == list(range(first, first + self.packed_tokens, block)):
-            cos, sin = table[:, first : first + self.packed_tokens]  # a view, not a copy a layer and token
+            cos, sin = table[:, first : first + tokens]  # a view, not a copy a layer and token
         else:
-            cos, sin = table[:, self._positions(0, self.packed_tokens)]
+            positions = self._positions(0, self.packed_tokens)
+            cos, sin = table[:, torch.cat([positions, torch.arange(end - further, end).to(positions)])]
         return cos, sin
 
     def tiles(self, packed: bool = True) -> Iterator[tuple[int, Tensor, Tensor]]:

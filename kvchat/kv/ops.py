@@ -18,6 +18,7 @@ __all__ = [
     "PackedRotated",
     "attention",
     "attention_packed",
+    "attention_step",
     "dequantize",
     "dequantize_nonuniform",
     "dequantize_ranked",
@@ -55,6 +56,12 @@ def attention_packed(
 
     kernel: Any = cpu_ranked if isinstance(key, PackedRanked) else cpu_attend
     return kernel.attention_packed(query, key, *args, **settings)
+
+
+def attention_step(query: Tensor, *args: Any, **settings: Any) -> Tensor:
+    from kvchat_kernels import triton_step
+
+    return triton_step.attention_step(query, *args, **settings)
 
 
 def quantize(x: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
