@@ -185,7 +185,7 @@ def predictions(loaded: LoadedModel, spec: str, ids: list[int], scored: int) -> 
         return
     fmt = ABLATIONS.get(spec) or parse(spec)
     calibration = calibrations.find(loaded) if fmt.calibrated else None
-    engine = Engine(loaded.model, fmt, calibration=calibration)
+    engine = Engine(loaded.model, fmt, CHUNK, calibration=calibration)
     if scored:
         engine._forward(ids[:scored])
         engine.cache.seal()

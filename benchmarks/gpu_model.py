@@ -3,7 +3,7 @@
     python benchmarks/gpu_model.py [decode] [prefill] [million] [--kv kivi4 kivi2] [--tokens N]
 
 decode   one token after another behind `--tokens` (131,072) tokens, Llama-3.1-8B's shape; what lies in the caches is random
-prefill  32,768 tokens in chunks of 512, the same shape
+prefill  32,768 tokens in chunks of 2,048, the same shape
 million  Llama-2-7B's shape, 1,048,576 tokens of cache and the weights in 80 GiB, which the process may not pass; and as
          many tokens really read with the default model's shape
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from kvchat.engine import CHUNK, Engine, Sampling
+from kvchat.engine import GPU_CHUNK, Engine, Sampling
 from kvchat.kv import attention
 from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import KVFormat, parse
@@ -103,15 +103,15 @@ def _randomize(field: Tensor) -> None:
             head.random_(0, 256)
 
 
-def seconds_a_token(step: Callable[[], object]) -> float:
-    """Median over STEPS, each until its result is there, as a chat waits for it."""
+def seconds_a_token(step: Callable[[], object], steps: int = STEPS) -> float:
+    """Median, each until its result is there, as a chat waits for it."""
     times = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         start = time.perf_counter()
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[8:])
+    return statistics.median(times[steps // 6 :])
 
 
 def report(**line: Any) -> None:
@@ -139,13 +139,13 @@ def calibration(config: Any) -> Calibration:
     return Calibration(tensors, {})
 
 
-def packed_decode(model: Any, fmt: KVFormat, tokens: int) -> float:
+def packed_decode(model: Any, fmt: KVFormat, tokens: int, steps: int = STEPS) -> float:
     """Tokens a second."""
     engine = Engine(model, fmt, calibration=calibration(model.config) if fmt.calibrated else None)
     fill(engine, tokens)
-    answer = engine.generate(ids(1), Sampling(max_tokens=STEPS + 1), frozenset())
+    answer = engine.generate(ids(1), Sampling(max_tokens=steps + 1), frozenset())
     next(answer)
-    return 1 / seconds_a_token(lambda: next(answer))
+    return 1 / seconds_a_token(lambda: next(answer), steps)
 
 
 @torch.no_grad()
@@ -185,15 +185,15 @@ def decode(options: argparse.Namespace) -> None:
 def stock_prefill(model: Any, prompt: list[int]) -> float:
     cache = DynamicCache(config=model.config)
     start = time.perf_counter()
-    for at in range(0, len(prompt), CHUNK):
-        batch = torch.tensor([prompt[at : at + CHUNK]], device=model.device)
+    for at in range(0, len(prompt), GPU_CHUNK):
+        batch = torch.tensor([prompt[at : at + GPU_CHUNK]], device=model.device)
         model(batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
     torch.cuda.synchronize()
     return len(prompt) / (time.perf_counter() - start)
 
 
-def packed_prefill(model: Any, fmt: KVFormat, prompt: list[int], chunk: int = CHUNK) -> float:
-    engine = Engine(model, fmt, chunk)
+def packed_prefill(model: Any, fmt: KVFormat, prompt: list[int]) -> float:
+    engine = Engine(model, fmt)
     engine.cache.reserve(len(prompt))
     start = time.perf_counter()
     for _ in engine.prefill(prompt):
@@ -228,13 +228,13 @@ def million(options: argparse.Namespace) -> None:
     model = open_model("llama-2-7b")
     clear()
     name = "kvquant2:outliers=0"  # every other format is larger than what the weights leave
-    speed = packed_decode(model, parse(name), MILLION)
+    speed = packed_decode(model, parse(name), MILLION, steps=4)
     report(measure="million, decode", shape="llama-2-7b", format=name, tokens_a_second=speed, cap_gib=80)
     del model
     model = open_model("smollm2-135m")
     for name in options.kv[-1:]:
         clear()
-        speed = packed_prefill(model, parse(name), ids(MILLION), chunk=4096)
+        speed = packed_prefill(model, parse(name), ids(MILLION))
         report(measure="million, prefill", shape="smollm2-135m", format=name, tokens_a_second=speed)
 
 

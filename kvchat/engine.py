@@ -18,8 +18,9 @@ from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import KVFormat
 from kvchat.kv.step import DecodeStep
 
-CHUNK = 512
-"""Tokens a prefill chunk. Later chunks read earlier ones out of the packed cache, so the state depends on it."""
+CHUNK, GPU_CHUNK = 512, 2048
+"""Tokens a prefill chunk. Later chunks read earlier ones out of the packed cache, so the state depends on it. With fewer, a GPU
+would wait for Python."""
 
 SEGMENT = 2048
 """Tokens a segment of a long text. At its end the cache is closed (everything is packed), so that the state there needs no
@@ -61,11 +62,12 @@ class Engine:
         self,
         model: Any,
         fmt: KVFormat,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         segment: int = SEGMENT,
         calibration: Calibration | None = None,
     ):
-        self.model, self.fmt, self.chunk, self.segment = model, fmt, chunk, segment
+        self.model, self.fmt, self.segment = model, fmt, segment
+        self.chunk = chunk or (GPU_CHUNK if model.device.type == "cuda" else CHUNK)
         self.cache = KVCache(model, fmt, calibration)
         self._logits: Tensor | None = None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers.decoders import DecodeStream
 
 from kvchat.documents import Document
-from kvchat.engine import CHUNK, SEGMENT, Engine, Sampling
+from kvchat.engine import SEGMENT, Engine, Sampling
 from kvchat.errors import DoesNotFit, KVChatError
 from kvchat.kv.calibration import Calibration
 from kvchat.kv.format import PRESETS, KVFormat
@@ -61,7 +61,7 @@ class Session:
         fmt: KVFormat,
         documents: Sequence[Document] = (),
         system: str | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         segment: int = SEGMENT,
         store: Store | None = None,
         refresh: bool = False,
@@ -295,7 +295,7 @@ class Session:
             self.engine.cache.restore(self._start)
         self.turns, self._pending = [], []
 
-    def _new_engine(self, chunk: int, segment: int) -> Engine:
+    def _new_engine(self, chunk: int | None, segment: int) -> Engine:
         engine = Engine(self.loaded.model, self.fmt, chunk, segment, self.calibration)
         engine.cache.reserve(len(self.prefix))
         return engine

@@ -63,7 +63,7 @@ def test_steps_give_what_the_packed_layers_give(family: str, spec: str) -> None:
         assert ours[0] == theirs[0]
         assert ours[1].shape == theirs[1].shape
         same = torch.isclose(ours[1].float(), theirs[1].float(), atol=CLOSE, rtol=CLOSE)
-        assert float(same.float().mean()) > 0.99
+        assert int((~same).sum()) <= same.numel() // 100
     # and the next question is read as if nothing had been
     more = tokens(30, 4)
     after = [list(engine.prefill(more)) and engine._logits for engine in (stepped, plain)]
