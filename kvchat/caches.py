@@ -44,7 +44,8 @@ def list_caches(as_json: flags.Json = False) -> None:
     screen.show(
         table(["id", "documents", "model", "KV format", "tokens", "size", "used"], [*map(_row, shelf)])
     )
-    screen.say(f"{human(store.bytes)} in {store.folder}")
+    shared = sum(stored.bytes for stored in shelf) > store.bytes
+    screen.say(f"{human(store.bytes)} in {store.folder}" + ", what caches share counted once" * shared)
 
 
 @app.command()
@@ -78,7 +79,9 @@ def rm(
     everything: Annotated[bool, typer.Option("--all", help="Remove every stored cache.")] = False,
 ) -> None:
     """Remove stored caches; their documents are read again when they are asked about."""
-    if bool(names) == everything:
+    if names and everything:
+        raise UsageError("--all removes every cache; give it, or name some")
+    if not names and not everything:
         raise UsageError("name the caches to remove, or give --all")
     store, screen = _store(), Screen()
     found = store.shelf() if everything else [_find(store, name) for name in names or []]
@@ -102,11 +105,14 @@ def prune(
 ) -> None:
     """Remove what cannot be used, then the least recently used until the rest takes at most --max-size."""
     store, screen = _store(max_size), Screen()
-    store.sweep()
+    odd = store.sweep()
     chosen = [s for s in store.shelf() if _prunable(s, older_than)]
     gone = [s for s in chosen if store.remove(s)]
     gone += store.make_room()
-    screen.say(f"removed {len(gone)}, {human(store.bytes)} are left in {store.folder}")
+    others = f" and {odd} files that belong to none" if odd else ""
+    screen.say(
+        f"removed {len(gone)} cache{'s' * (len(gone) != 1)}{others}, {human(store.bytes)} are left in {store.folder}"
+    )
     if store.bytes > store.max_bytes or len([s for s in chosen if s not in gone]):
         raise KVChatError("another kvchat uses some of them, which stay; close it and try again")
 

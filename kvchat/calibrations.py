@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING
 
-from kvchat.errors import InputError
+from kvchat.errors import InputError, UsageError
 from kvchat.kv.format import KVFormat
 from kvchat.models.find import DEFAULT, Found
 from kvchat.ui.screen import Screen
@@ -58,7 +58,7 @@ def ensure(loaded: LoadedModel, fmt: KVFormat, screen: Screen) -> Calibration | 
         f"{fmt.name} needs a calibration of {loaded.name}; making one from a built-in text, once "
         "(kvchat calibrate takes a text of yours)"
     )
-    return make(loaded, builtin_text(), BUILTIN, screen, PIECES)
+    return make(loaded, builtin_text(), BUILTIN, screen, PIECES, min(PIECE, loaded.context))
 
 
 def make(
@@ -70,13 +70,23 @@ def make(
     piece: int = PIECE,
     seed: int = 0,
 ) -> Calibration:
-    """Calibrate and keep the result beside the model. Raises InputError for a text that is too short, KVChatError."""
+    """Calibrate and keep the result beside the model.
+
+    Raises UsageError for a piece beyond the model's context, InputError for a text that is too short, KVChatError.
+    """
     from kvchat.kv.calibrate import calibrate
     from kvchat.kv.calibration import NAME, Calibration
 
+    if piece > loaded.context:
+        raise UsageError(
+            f"{piece:,} tokens a piece are more than {loaded.name} takes ({loaded.context:,}); give fewer --tokens"
+        )
+    Calibration.check_writable(loaded.folder / NAME)
     ids = loaded.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    steps = calibrate(loaded.model, choose(ids, pieces, min(piece, loaded.context), seed))
-    with screen.status("calibrating") as show:
+    steps = calibrate(loaded.model, choose(ids, pieces, piece, seed))
+    if pieces * piece < PIECES * PIECE // 4:
+        screen.warn(f"{pieces * piece:,} tokens are few to calibrate on; KVQuant takes {PIECES * PIECE:,}")
+    with screen.status(f"calibrating: 0 of {2 * pieces} passes") as show:
         while True:
             try:
                 show(f"calibrating: {next(steps)} of {2 * pieces} passes")
@@ -92,6 +102,10 @@ def make(
     }
     calibration = Calibration(tensors, recipe)
     calibration.write(loaded.folder / NAME)
+    if loaded.name == DEFAULT:
+        screen.say(
+            f"it goes before the one that comes with kvchat, which counts again without {loaded.folder / NAME}"
+        )
     return calibration
 
 

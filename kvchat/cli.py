@@ -24,6 +24,8 @@ from kvchat.models.find import DEFAULT
 from kvchat.ui.gauge import summary
 from kvchat.ui.screen import Screen
 
+ABOUT = "What is this document about?"
+
 
 class Commands(typer.core.TyperGroup):
     """The commands, from which a Ctrl-C comes out as an error that says so (typer would leave in silence)."""
@@ -49,7 +51,7 @@ app.add_typer(caches.app, name="cache")
 def main() -> None:
     """Run the command line. Every error that is caught here ends in one line and its exit code."""
     try:
-        app()
+        sys.exit(_run())
     except KVChatError as error:
         Screen().warn(f"kvchat: {'' if isinstance(error, Interrupted) else 'error: '}{error}")
         sys.exit(error.exit_code)
@@ -62,6 +64,25 @@ def main() -> None:
         Screen().warn(f"kvchat: error: {what}: {error.strerror}; mend that and try again")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _run() -> int:
+    """Raises UsageError where typer would draw a box of several lines."""
+    try:
+        return app(standalone_mode=False) or 0
+    except Exception as error:  # typer carries its own copy of click, whose errors are not importable
+        if not hasattr(error, "format_message"):
+            raise
+        message, context = error.format_message(), getattr(error, "ctx", None)
+    if context is None:
+        raise UsageError(message)
+    if not message:  # no command was named, and the help has been shown
+        return 2
+    names: list[str] = []
+    while context.parent is not None:
+        names.insert(0, context.info_name)
+        context = context.parent
+    raise UsageError(f"{message.rstrip('.')}; see {' '.join(['kvchat', *names])} --help")
 
 
 @app.callback(invoke_without_command=True)
@@ -182,6 +203,8 @@ def _talk(
     from kvchat.ui.repl import inputs, typing_ahead
 
     fmt, store, screen = parse(formats.kv), stores.store(), screens.screen()
+    if history is not None:
+        places.make(history.parent)  # before a book is read for nothing
     system, earlier = answers.system, last(documents.paths) if resume else None
     if resume and earlier is None:
         about = " about these files" if documents.paths else ""
@@ -211,8 +234,6 @@ def _talk(
         talk.prefill()
         if earlier is not None:
             talk.resume(earlier.turns)
-    if history is not None:
-        places.make(history.parent)
     names = steps.join_names([d.name for d in reading.documents]) or "no documents"
     screen.say(f"{loaded.name} with {names}; /help lists the commands, Ctrl-D leaves")
     with closing(inputs(HELP, history, talk.toolbar, vi)) as lines:
@@ -274,7 +295,8 @@ def compare_memory(
     screens: ScreenFlags,
     arguments: flags.Paths = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Plan for this many tokens instead of a document.")
+        int | None,
+        typer.Option("--tokens", min=1, max=10**12, help="Plan for this many tokens instead of a document."),
     ] = None,
     kv: Annotated[
         list[str] | None,
@@ -284,8 +306,13 @@ def compare_memory(
         bool, typer.Option("--measure", help="Read the document in each format and measure.")
     ] = False,
     question: Annotated[
-        str, typer.Option("--question", help="What --measure asks, to compare the answers.")
-    ] = "What is this document about?",
+        str | None,
+        typer.Option(
+            "--question",
+            help=f"What --measure asks, to compare the answers.  [default: {ABOUT}]",
+            show_default=False,
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison as a PNG.")] = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -297,9 +324,11 @@ def compare_memory(
         raise UsageError("compare-memory takes either documents or --tokens N")
     if measure and not arguments:
         raise UsageError("--measure needs a document to read")
+    if question is not None and not measure:
+        raise UsageError("--question is what --measure asks; give both or neither")
     if plot is not None:
         drawing.check(plot)
-    formats = [parse(spec) for spec in kv] if kv else list(PRESETS.values())
+    formats = [*dict.fromkeys(parse(spec) for spec in kv)] if kv else list(PRESETS.values())
     screen, reading = screens.screen(), None
     if arguments:
         documents = steps.Documents(arguments, document_flags.options())
@@ -308,7 +337,7 @@ def compare_memory(
     comparison = planning.compare(found, formats, reading, tokens)
     if measure and reading is not None:
         comparison = steps.measure_formats(
-            comparison, found, models.device, reading, formats, question, screen
+            comparison, found, models.device, reading, formats, question or ABOUT, screen
         )
     if plot is not None:
         drawing.draw(comparison, plot)

@@ -246,14 +246,14 @@ Paths = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=SCREEN, help="One JSON object on stdout.")]
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def size(text: str) -> int:
     """Bytes of `500k`, `50M` or `1G`. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
     if not match:
-        raise UsageError(f"{text!r} is no size; write 500k, 50M or 1G")
+        raise UsageError(f"{text!r} is no size; write 500k, 50M, 1G or 1T")
     return int(float(match[1]) * UNITS[match[2]])
 
 

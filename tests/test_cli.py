@@ -72,7 +72,7 @@ WRONG = [
         "fp16, kivi4, kvquant4, kivi3, kvquant3, kvchat3, kivi2, kvquant2, kvchat2",
     ),
     (["ask", "{book}", "why?", "--kv", "kivi2:k=5"], 2, "5 bits"),
-    (["ask", "{book}", "why?", "--kv", "kivi2:colour=3"], 2, "colour=3"),
+    (["ask", "{book}", "why?", "--kv", "kivi2:colour=3"], 2, "no setting 'colour'"),
     (["ask", "{book}", "why?", "--device", "tpu:9"], 2, "tpu:9"),
     (["ask", "{book}", "why?", "--max-file-size", "big"], 2, "'big' is no size"),
     (["ask", "{book}", "why?", "-m", "nosuch"], 5, "nosuch"),
@@ -97,6 +97,16 @@ WRONG = [
     (["compare-memory", "{book}", "--tokens", "5"], 2, "either"),
     (["compare-memory", "--tokens", "5", "--plot", "x.jpg"], 2, "PNG"),
     (["compare-memory", "--tokens", "5", "--measure"], 2, "document"),
+    (["compare-memory", "--tokens", "5", "--question", "why?"], 2, "--measure asks"),
+    (
+        ["ask", "{book}", "why?", "--kv", "kvchat2:k=4"],
+        2,
+        "kvchat2 has no setting 'k'; it takes window, sink, rope",
+    ),
+    (["ask", "{book}", "why?", "--kv", "kivi2:k=4,k=2"], 2, "twice"),
+    (["cache", "show"], 2, "Missing argument 'ID'; see kvchat cache show --help"),
+    (["cache", "rm", "--all", "c8"], 2, "or name some"),
+    (["calibrate", "--pieces", "0"], 2, "see kvchat calibrate --help"),
     (["models", "pull", "nosuch"], 5, "nosuch"),
     (["models", "info", "{book}"], 5, "book.txt"),
 ]
@@ -376,7 +386,7 @@ def test_caches_are_listed_shown_and_removed(run: Run, book: Path, model_folder:
     (places.caches() / one / "manifest.json").write_text("{}")
     assert "manifest is damaged" in run("cache", "list").out
     assert "removed 1" in run("cache", "prune").err
-    assert "removed 1," in run("cache", "prune", "--max-size", "1k").err
+    assert "removed 1 cache," in run("cache", "prune", "--max-size", "1k").err
     assert "no stored caches" in run("cache", "list").err
     run("ingest", book, "-m", model_folder)
     assert "removed 0" in run("cache", "prune", "--older-than", "1").err
@@ -582,6 +592,15 @@ def test_calibrate_is_for_the_formats_that_need_it(
     assert "not measured: kvquant2; they need a calibration" in measured.err
     monkeypatch.setattr(calibrations, "builtin_text", lambda: "It is 7 o'clock, and all is well. " * 200)
     monkeypatch.setattr(calibrations, "PIECES", 1)
+    long = run("calibrate", folder, book, "--tokens", 100_000)
+    assert long.code == 2
+    assert "more than model takes" in long.err
+    with monkeypatch.context() as patch:  # before anything is computed
+        patch.setattr("kvchat.kv.calibration.NAME", "missing/calibration")
+        patch.setattr("kvchat.kv.calibrate.calibrate", lambda *_: pytest.fail("it computes"))
+        closed = run("calibrate", folder, book, "--pieces", 1, "--tokens", 64)
+    assert closed.code == 1
+    assert "make the folder writable" in closed.err
     made = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2, "--no-cache")
     assert made.code == 0
     assert "kvquant3 needs a calibration of model; making one from a built-in text" in made.err
@@ -591,13 +610,14 @@ def test_calibrate_is_for_the_formats_that_need_it(
     result = run("calibrate", folder, book, "--pieces", 2, "--tokens", 128)
     assert (result.code, result.out) == (0, "")
     assert "model is calibrated on book.txt" in result.err
+    assert "256 tokens are few" in result.err
     assert (folder / NAME).read_bytes() != first
     other = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3", "--max-tokens", 2)
     assert "another calibration" in other.err
     (folder / NAME).write_bytes(first[:99])
     broken = run("ask", book, "why?", "-m", folder, "--kv", "kvquant3")
     assert broken.code == 1
-    assert "remove it and calibrate again" in broken.err
+    assert "remove it, and another" in broken.err
 
 
 def test_a_conversation_keeps_the_options_of_its_documents(

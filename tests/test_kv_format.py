@@ -50,7 +50,7 @@ def test_every_setting() -> None:
         ("kivi2:k=\u0664", "k=\u0664"),
         ("kivi2:sink=four", "sink=four"),
         ("kivi2:rope=maybe", "rope=maybe"),
-        ("kivi2:colour=2", "colour=2"),
+        ("kivi2:colour=2", "kivi2 has no setting 'colour'"),
         ("kivi2:k", "'k'"),
     ],
 )

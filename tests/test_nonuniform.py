@@ -79,7 +79,7 @@ def test_true_bits_count_outliers_and_ranges() -> None:
     with pytest.raises(UsageError, match="codebook"):
         NonUniform(16, "token")
     for wrong in ("kvquant2:outliers=2", "kivi2:outliers=1", "kvquant2:group=32"):
-        with pytest.raises(UsageError, match="cannot read"):
+        with pytest.raises(UsageError, match="cannot read|has no setting"):
             parse(wrong)
 
 
@@ -201,7 +201,7 @@ def test_a_calibration_on_disk(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
     assert again.recipe == calibration.recipe
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(KVChatError, match="cannot be read.*calibrate again"):
+    with pytest.raises(KVChatError, match="cannot be read.*remove it"):
         Calibration.read(path)
     with pytest.raises(KVChatError, match="cannot be written"):
         calibration.write(tmp_path / "missing" / NAME)

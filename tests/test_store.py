@@ -834,12 +834,57 @@ def test_a_copied_cache_is_not_called_another_text(loaded: Any, store: Store) ->
 
 
 def test_the_cap_holds_also_when_nothing_is_written(loaded: Any, store: Store) -> None:
-    read(opened(loaded, store)).close()
     read(opened(loaded, store, SPEC, "Another text.")).close()
-    tight = Store(store.folder, 0)
-    session = read(opened(loaded, tight))
+    read(opened(loaded, store)).close()
+    session = read(opened(loaded, Store(store.folder, store.shelf()[-1].bytes)))
     assert session.restored_tokens == len(session.prefix)
     assert [stored.id for stored in store.shelf()] == [session.stored]
+    assert [note.split(" least")[0] for note in session.notes()] == ["the 1"]
+
+
+def test_a_cap_that_cannot_hold_removes_nothing_and_is_said(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store, SPEC, "Another text.")).close()
+    read(opened(loaded, store)).close()
+    session = read(opened(loaded, Store(store.folder, 0)))
+    assert session.restored_tokens == len(session.prefix)
+    assert len(store.shelf()) == 2
+    [note] = session.notes()
+    assert "--max-size is 0 B" in note
+
+
+def test_another_caches_manifest_is_seen_and_replaced(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store, SPEC, "Another, longer text. " * 40)).close()
+    [other] = store.shelf()
+    session = read(opened(loaded, store))
+    session.close()
+    assert session.stored is not None
+    shutil.copy(other.folder / NAME, store.folder / session.stored / NAME)
+    again = read(opened(loaded, store))
+    assert any("another cache's" in note for note in again.notes())
+    again.close()
+    assert read(opened(loaded, store)).restored_tokens == len(session.prefix)
+
+
+def test_foreign_files_stay_and_odd_ones_are_counted(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store)).close()
+    [stored] = store.shelf()
+    (store.folder / "holiday").mkdir()
+    for path in (store.folder / "notes.txt", store.folder / "holiday" / "picture", stored.folder / "odd"):
+        path.write_text("mine")
+    assert store.sweep() == 1
+    assert (store.folder / "notes.txt").exists() and (store.folder / "holiday" / "picture").exists()
+    assert not (stored.folder / "odd").exists()
+    assert [s.id for s in store.shelf()] == [stored.id]
+
+
+def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(loaded: Any, store: Store) -> None:
+    read(opened(loaded, store)).close()
+    [stored] = store.shelf()
+    (stored.folder / NAME).unlink()
+    os.mkfifo(stored.folder / NAME)
+    session = read(opened(loaded, store))
+    assert session.restored_tokens == 0
+    assert any("no file" in note for note in session.notes())
 
 
 def test_an_open_folder_is_closed_to_others(loaded: Any, store: Store) -> None:

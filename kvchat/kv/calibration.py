@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,16 +82,15 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Whole or not at all. Raises KVChatError."""
-        draft = path.with_name(f".{path.name}-{os.getpid()}")
-        try:
+        with _draft(path) as draft:
             draft.write_bytes(self._encode())
             os.replace(draft, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise KVChatError(
-                f"the calibration cannot be written to {path} ({error.strerror}); make the folder writable"
-            ) from None
+
+    @staticmethod
+    def check_writable(path: Path) -> None:
+        """Raises KVChatError where `write` would."""
+        with _draft(path) as draft:
+            draft.touch()
 
     @classmethod
     def read(cls, path: Path) -> Calibration | None:
@@ -104,5 +103,22 @@ class Calibration:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             version, recipe = about["version"], about["recipe"]
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise KVChatError(f"{path} cannot be read ({error}); remove it and calibrate again") from None
+            raise KVChatError(
+                f"{path} cannot be read ({error}); remove it, and another one is found or made where it is needed"
+            ) from None
         return cls(tensors, recipe) if version == VERSION else None
+
+
+@contextlib.contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to first, which is gone afterwards. Raises KVChatError where that fails."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        yield draft
+    except OSError as error:
+        raise KVChatError(
+            f"the calibration cannot be written to {path} ({error.strerror}); make the folder writable"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()

@@ -208,16 +208,29 @@ def parse(spec: str) -> KVFormat:
     fmt, seen = replace(PRESETS[name], name=spec), set()
     for setting in settings.split(",") if colon else ():
         key, _, value = (part.strip() for part in setting.partition("="))
+        takes = _settings(fmt)
+        if key and key not in takes:
+            raise UsageError(f"{name} has no setting {key!r}; it takes {', '.join(takes)}")
+        if key in seen:
+            raise UsageError(f"the KV format {spec!r} sets {key} twice; keep one")
+        seen.add(key)
         try:
-            if key in seen or not value.isascii():
+            if not value.isascii():
                 raise ValueError
             fmt = _with(fmt, key, value)
-            seen.add(key)
         except (KeyError, ValueError):
             raise UsageError(
                 f"cannot read {setting!r} in the KV format {spec!r}; it goes {SPELLING}"
             ) from None
     return fmt
+
+
+def _settings(fmt: KVFormat) -> tuple[str, ...]:
+    """What of a preset may be set: how the keys and values of kvchat's own are stored is what they are."""
+    common = ("window", "sink", "rope")
+    if isinstance(fmt.keys, Quant):
+        return ("k", "v", "group", "kgroup", "vgroup", *common)
+    return ("k", "v", "outliers", *common) if isinstance(fmt.keys, NonUniform) else common
 
 
 def _with(fmt: KVFormat, key: str, value: str) -> KVFormat:
@@ -237,7 +250,7 @@ def _with(fmt: KVFormat, key: str, value: str) -> KVFormat:
                 keys, values = (replace(q, outliers=bool(number)) for q in (keys, values))
                 return replace(fmt, keys=keys, values=values)
     if not (isinstance(keys, Quant) and isinstance(values, Quant)):
-        raise KeyError(key)  # how these are stored is what the preset is
+        raise ValueError(f"{key} cannot be {number}")
     match key:
         case "k":
             keys = replace(keys, bits=number)
@@ -249,6 +262,4 @@ def _with(fmt: KVFormat, key: str, value: str) -> KVFormat:
             keys = replace(keys, group=number)
         case "vgroup":
             values = replace(values, group=number)
-        case _:
-            raise KeyError(key)
     return replace(fmt, keys=keys, values=values)

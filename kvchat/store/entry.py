@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import Timeout
 
 from kvchat.documents import Document
+from kvchat.memory import human
 from kvchat.store import files
 from kvchat.store.key import Key, chain
 from kvchat.store.manifest import NAME, File, Manifest, Segment, Unusable
@@ -130,9 +132,11 @@ class Entry:
                     self.notes.append(f"the stored cache cannot be used: {candidate.problem}")
                     self._damaged = True
                 continue
-            segments = candidate.manifest.segments
-            links = [(s.stop, s.chain) for s in segments]
-            shared = os.path.commonprefix([links, list(zip(self._ends, self._chain, strict=True))])
+            segments, links = candidate.manifest.segments, candidate.manifest.links
+            shared = os.path.commonprefix([links, self._links])
+            if candidate.folder == self._folder and len(shared) < len(links):
+                self.notes.append("the stored cache cannot be used: its manifest is another cache's")
+                self._damaged = True
             if len(shared) > len(self._kept):
                 self._where, self._kept = candidate.folder, segments[: len(shared)]
         names = self._manifest.documents
@@ -143,6 +147,10 @@ class Entry:
             self.notes.append(
                 f"the text differs from the stored one after token {self._kept[-1].stop:,}; it is read from there"
             )
+
+    @property
+    def _links(self) -> list[tuple[int, str]]:
+        return list(zip(self._ends, self._chain, strict=True))
 
     def _difference(self, others: Sequence[Manifest]) -> str:
         """What the nearest of other caches of documents with these names was made with."""
@@ -178,10 +186,23 @@ class Entry:
     def _use(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self._where / NAME)  # used just now
-            self._store.make_room(keep=(self._where,))
+            self._make_room(keep=(self._where,))
+            if self._store.bytes > self._store.max_bytes:
+                self.notes.append(
+                    f"the stored caches take {human(self._store.bytes)} and --max-size is {human(self._store.max_bytes)}; "
+                    "one that is in use stays, kvchat cache prune removes it"
+                )
         if self._where == self._folder:
             with contextlib.suppress(Timeout, OSError):
                 self._lock.acquire()
+
+    def _make_room(self, needed: int = 0, keep: Collection[Path] = ()) -> None:
+        """Raises OSError."""
+        if gone := self._store.make_room(needed, keep):
+            self.notes.append(
+                f"the {len(gone)} least recently used of the stored caches went, to stay within --max-size "
+                f"({human(self._store.max_bytes)})"
+            )
 
     def _may_write(self) -> bool:
         if self._writing is None:
@@ -200,12 +221,13 @@ class Entry:
             return self._give_up("another kvchat has it open")
         if os.path.lexists(self._folder) and not self._folder.is_dir():
             self._folder.unlink()
-        self._store.make_room(self._planned, keep=(self._folder, self._where))
+        self._make_room(self._planned, keep=(self._folder, self._where))
         files.make_private(self._folder)
         if self._damaged:
             files.keep_only(self._folder, {segment.file.name for segment in self._kept})
         try:
-            self._older = Manifest.read(self._folder).stored_tokens
+            older = Manifest.read(self._folder)
+            self._older = older.stored_tokens if older.links == self._links[: len(older.links)] else 0
         except Unusable:
             self._older = 0
         files.write(self._folder / self._manifest.text.name, self._text)

@@ -77,14 +77,15 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def keep_only(folder: Path, names: Collection[str]) -> None:
-    """Remove everything else that lies in a folder. Raises OSError."""
-    for path in folder.iterdir():
-        if path.name not in names:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+def keep_only(folder: Path, names: Collection[str]) -> int:
+    """Remove everything else that lies in a folder; how many that were. Raises OSError."""
+    others = [path for path in folder.iterdir() if path.name not in names]
+    for path in others:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return len(others)
 
 
 def make_private(folder: Path) -> None:

@@ -64,6 +64,11 @@ class Manifest:
         return self.segments[-1].stop if self.segments else 0
 
     @property
+    def links(self) -> list[tuple[int, str]]:
+        """Where each segment ends, and the chain up to there."""
+        return [(segment.stop, segment.chain) for segment in self.segments]
+
+    @property
     def whole(self) -> bool:
         return self.stored_tokens == self.tokens
 
@@ -74,14 +79,16 @@ class Manifest:
         """Raises OSError."""
         write(folder / NAME, _encode({"version": VERSION, **asdict(self)}))
 
-    def remove_others(self, folder: Path) -> None:
-        """Remove what lies in the folder and isn't named here. Raises OSError."""
-        keep_only(folder, {NAME, self.text.name, *(segment.file.name for segment in self.segments)})
+    def remove_others(self, folder: Path) -> int:
+        """Remove what lies in the folder and isn't named here; how many that were. Raises OSError."""
+        return keep_only(folder, {NAME, self.text.name, *(segment.file.name for segment in self.segments)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises Unusable for a manifest that isn't there, not whole, changed in any byte, or another version's."""
         try:
+            if not (folder / NAME).is_file() and (folder / NAME).exists():
+                raise Unusable("its manifest is no file")  # opening a pipe would wait for ever
             data = (folder / NAME).read_bytes()
         except OSError as error:
             raise Unusable(f"its manifest cannot be read ({error.strerror})") from None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,6 +53,10 @@ class Stored:
             file.check(self.folder)
 
 
+ID = re.compile("[0-9a-f]{16}")
+"""Names of the caches' folders."""
+
+
 class Store:
     """All stored caches in `folder`, at most `max_bytes` of them together."""
 
@@ -81,10 +86,10 @@ class Store:
     def _folders(self) -> list[Path]:
         """Raises OSError where one cannot look."""
         try:
-            paths = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
+            paths = list(self.folder.iterdir())
         except FileNotFoundError:
             return []
-        return [path for path in paths if path.is_dir()]
+        return [path for path in paths if path.is_dir() and ID.fullmatch(path.name)]
 
     @property
     def bytes(self) -> int:
@@ -107,8 +112,13 @@ class Store:
         return True
 
     def make_room(self, needed: int = 0, keep: Collection[Path] = ()) -> list[Stored]:
-        """Remove the least recently used caches until `needed` more bytes stay within `max_bytes`; returns those."""
-        gone = []
+        """Remove the least recently used caches until `needed` more bytes stay within `max_bytes`; returns those.
+
+        Those to keep stay, and where they alone are too many bytes, all others do too.
+        """
+        gone: list[Stored] = []
+        if sum(_sizes(folder for folder in keep if folder.is_dir()).values()) + needed > self.max_bytes:
+            return gone
         for stored in self.shelf():
             if self.bytes + needed <= self.max_bytes:
                 break
@@ -116,21 +126,25 @@ class Store:
                 gone.append(stored)
         return gone
 
-    def sweep(self) -> None:
-        """Remove what killed processes left (files that were being written, folders that were being removed), and what is no
-        folder. Raises OSError."""
-        folders = self._folders()
+    def sweep(self) -> int:
+        """Remove what killed processes left (files that were being written, folders that were being removed), what has a
+        cache's name and is none, and what lies in a cache and doesn't belong there; how many that were. What has other names is
+        not the store's. Raises OSError."""
+        folders, count = self._folders(), 0
         for path in self.folder.iterdir() if folders or self.folder.exists() else ():
             if path.name.startswith(files.TEMPORARY) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name.startswith(files.TEMPORARY) or not (path.name.startswith(".") or path in folders):
+                count += 1
+            elif path.name.startswith(files.TEMPORARY) or (ID.fullmatch(path.name) and path not in folders):
                 path.unlink(missing_ok=True)
+                count += 1
         for stored in self.shelf():
             if not stored.begun:
-                self.remove(stored)
+                count += self.remove(stored)
             elif stored.manifest is not None:
                 with contextlib.suppress(Timeout), self.lock(stored.id):
-                    stored.manifest.remove_others(stored.folder)
+                    count += stored.manifest.remove_others(stored.folder)
+        return count
 
     def no_room(self, needed: int) -> str | None:
         """Why a cache of `needed` bytes cannot be kept, if it cannot."""
@@ -160,7 +174,7 @@ def text_file(data: bytes) -> File:
     return File(f"documents-{digest[:12]}.json", len(data), digest)
 
 
-def _sizes(folders: Iterator[Path] | list[Path]) -> dict[tuple[int, int], int]:
+def _sizes(folders: Iterable[Path]) -> dict[tuple[int, int], int]:
     """Bytes of every file below, by device and inode."""
     sizes = {}
     for folder in folders:
