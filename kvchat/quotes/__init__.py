@@ -5,6 +5,6 @@ for check in checker.check(turn.answer):
     print(check.outcome, check.passage and check.passage.where)
 """
 
-from kvchat.quotes.check import MISSING, REPAIRED, VERIFIED, Check, Checker, Passage
+from kvchat.quotes.check import MISSING, REPAIRED, VERIFIED, Check, Checker, Passage, require_verified
 
-__all__ = ["MISSING", "REPAIRED", "VERIFIED", "Check", "Checker", "Passage"]
+__all__ = ["MISSING", "REPAIRED", "VERIFIED", "Check", "Checker", "Passage", "require_verified"]

@@ -5,8 +5,10 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from kvchat.documents import Document, Place
+from kvchat.errors import QuoteFailed
 from kvchat.quotes.claims import QUOTE, STRING, Claim, claims
 from kvchat.quotes.key import UNSPACED, Key
 from kvchat.quotes.nearest import LONG, Words, same_numbers
@@ -58,6 +60,37 @@ class Check:
     outcome: str
     passage: Passage | None = None
     occurrences: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """For `--json`. `source` is the passage as the document has it, `start` and `end` its characters in the text."""
+        passage = self.passage
+        found = passage and {
+            "where": passage.where,
+            "document": passage.document.name,
+            "line": passage.first.line,
+            "page": passage.first.page,
+            "label": passage.first.label,
+            "start": passage.start,
+            "end": passage.end,
+            "source": passage.text,
+        }
+        return {
+            "text": self.text,
+            "kind": self.kind,
+            "outcome": self.outcome,
+            "occurrences": self.occurrences,
+            "passage": found,
+        }
+
+
+def require_verified(checks: Sequence[Check]) -> None:
+    """Raises QuoteFailed unless all are."""
+    failed = sum(check.outcome != VERIFIED for check in checks)
+    if failed:
+        raise QuoteFailed(
+            f"{failed} of {len(checks)} quotes, numbers and names are not in the document as the answer has them; "
+            "see the list of them, and ask again or leave out --strict"
+        )
 
 
 class Checker:

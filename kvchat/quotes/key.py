@@ -27,7 +27,13 @@ _ONE_TO_ONE = str.maketrans(
     }
 )
 _SPELLED = {
-    **dict(zip("\ufb00\ufb01\ufb02\ufb03\ufb04\ufb05\ufb06", "ff fi fl ffi ffl st st".split(), strict=True)),
+    **dict(
+        zip(
+            "\ufb00\ufb01\ufb02\ufb03\ufb04\ufb05\ufb06",
+            ["ff", "fi", "fl", "ffi", "ffl", "st", "st"],
+            strict=True,
+        )
+    ),
     "\u2026": "...",
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
 }

@@ -1,0 +1,82 @@
+"""What became of an answer's quotes: lines under the answer, the table of `/cite`, the page of `/source`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from kvchat.quotes import MISSING, REPAIRED, VERIFIED, Check, Passage
+from kvchat.ui.screen import Screen, clean
+from kvchat.ui.tables import table
+
+SHOWN = 60
+"""Characters of a quote that is repeated only to be recognized."""
+AROUND = 6
+"""Lines of a text file before and after a passage."""
+
+
+def say(checks: Sequence[Check], screen: Screen) -> None:
+    """A numbered line for each, on stderr; only what is not verified under --quiet."""
+    for number, check in enumerate(checks, 1):
+        if check.outcome == VERIFIED:
+            screen.say(f"{number} verified, {_where(check)}: {_short(check.text)}")
+        elif check.outcome == REPAIRED and check.passage:
+            screen.warn(f"{number} repaired, {_where(check)}: {_one_line(check.passage.text)}")
+        else:
+            near = f"; near to it, {_where(check)}: {_one_line(check.passage.text)}" if check.passage else ""
+            screen.warn(f"{number} {MISSING}: {_short(check.text)}{near}")
+
+
+def view(checks: Sequence[Check]) -> Table:
+    """The table of `/cite`."""
+    rows = [
+        [
+            str(number),
+            check.outcome if check.outcome != MISSING or not check.passage else f"{MISSING}; near to it",
+            _where(check),
+            _one_line(check.text),
+            _one_line(check.passage.text) if check.passage and check.outcome != VERIFIED else "",
+        ]
+        for number, check in enumerate(checks, 1)
+    ]
+    return table(["", "outcome", "where", "the answer", "the document"], rows)
+
+
+def source(passage: Passage) -> Text:
+    """The pages of a passage, or the lines around it, below a line that says where; the passage itself stands out."""
+    text = passage.document.text
+    if passage.first.page is None:
+        start, end = passage.start, passage.end
+        for _ in range(AROUND + 1):
+            start = max(0, text.rfind("\n", 0, start))
+            end = text.find("\n", end + 1) if text.find("\n", end + 1) >= 0 else len(text)
+    else:
+        spans = [s for s in passage.document.spans if s.start < passage.end and passage.start < s.end]
+        start, end = spans[0].start, spans[-1].end
+    view = Text(f"{clean(passage.where)}\n\n", style="bold")
+    pieces = (
+        (text[start : passage.start], "not bold"),
+        (passage.text, "bold reverse"),
+        (text[passage.end : end], "not bold"),
+    )
+    for piece, style in pieces:
+        view.append(clean(piece), style=style)
+    return view
+
+
+def _where(check: Check) -> str:
+    if check.passage is None:
+        return ""
+    many = f" (the first of {check.occurrences:,})" if check.occurrences > 1 else ""
+    return check.passage.where + many
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _short(text: str) -> str:
+    line = _one_line(text)
+    return line if len(line) <= SHOWN else f"{line[: SHOWN - 1].rstrip()}\u2026"
