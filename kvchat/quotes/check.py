@@ -22,6 +22,8 @@ NEAR = 0.6
 """And so much for it to be shown beside what is not in the document."""
 
 _REPLACED = "\ufffd"
+_MOST_GLUED = 40
+_LETTER = re.compile(rf"[^\W{UNSPACED}]")
 _GLUED_BEFORE = re.compile(rf"[^\W_{UNSPACED}][_\xad\u200b-\u200d\u2060]*\Z")
 _GLUED_AFTER = re.compile(rf"[_\xad\u200b-\u200d\u2060]*[^\W_{UNSPACED}]")
 _NUMBER_BEFORE = re.compile(r"(?:\d[.,:]|(?:\A|[^\w)])[-+\u2212])\Z")
@@ -150,11 +152,15 @@ class Checker:
         like, source = max(likes, key=lambda pair: pair[0].likeness)
         if like.likeness < NEAR:
             return Check(claim.text, claim.kind, MISSING)
-        passage = self._passage(source, like.start, like.end)
-        long = claim.kind in (QUOTE, STRING) and words.letters >= LONG
-        alike = like.likeness >= ENOUGH if long else like.same
+        text, start, end = source.document.text, like.start, like.end
+        alone = _stands_alone(text, start, end)
+        if not alone:  # the 200 of 1,200: all of it is shown
+            start, end = _widened(text, start, end)
+        passage = self._passage(source, start, end)
+        long = claim.kind in (QUOTE, STRING) and len(words.letters) >= LONG
+        alike = like.likeness >= ENOUGH if long else like.same and alone
         repairs = alike and _REPLACED not in claim.text and same_numbers(claim.text, passage.text)
-        return Check(claim.text, claim.kind, REPAIRED if repairs else MISSING, passage, 0)
+        return Check(claim.text, claim.kind, REPAIRED if repairs else MISSING, passage)
 
     def _passage(self, source: "_Source", start: int, end: int) -> Passage:
         document = source.document
@@ -215,4 +221,8 @@ def _stands_alone(text: str, start: int, end: int) -> bool:
     )
 
 
-_LETTER = re.compile(rf"[^\W{UNSPACED}]")
+def _widened(text: str, start: int, end: int) -> tuple[int, int]:
+    """[start, end) up to the white space around it, within reason."""
+    before, after = text[max(0, start - _MOST_GLUED) : start], text[end : end + _MOST_GLUED]
+    beyond = re.split(r"\s", before)[-1], re.split(r"\s", after)[0]
+    return start - len(beyond[0]), end + len(beyond[1])

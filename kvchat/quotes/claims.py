@@ -108,11 +108,12 @@ def _phrase(tokens: list[Claim], opening: bool, line: str) -> Iterator[Claim]:
     if opening and len(tokens) == 1 and line.strip(" \t*_.!") != text:
         return  # any word has a capital there, unless the line is this name and nothing else
     runs = [(kind, list(run)) for kind, run in groupby(tokens, key=lambda token: token.kind)]
+    kind = runs[0][0] if len(runs) == 1 else NAME
     parts = [part for kind, run in runs for part in ([Claim(_joined(run), NAME)] if kind == NAME else run)]
     later = next(_phrase(tokens[1:], False, line), None) if opening else None
-    yield Claim(
-        text, parts[0].kind if len(parts) == 1 else NAME, tuple(parts) if len(parts) > 1 else (), later
-    )
+    if later is not None and len(runs[0][1]) == 1:
+        parts, later = [later], None  # no name goes on after the capital: In 1871
+    yield Claim(text, kind, tuple(parts) if parts[0].text != text else (), later)
 
 
 def _joined(tokens: list[Claim]) -> str:

@@ -127,13 +127,13 @@ class Key:
 
     def _folded(self, match: re.Match[str], before: str, after: str, offset: int) -> str:
         hyphen, discretionary, white, other = match.groups()
-        if hyphen:
+        if discretionary and before.isalpha() and after.islower():
+            return ""
+        if hyphen := hyphen or discretionary:
             if _LETTER.match(before) and _LETTER.match(after):
                 (self.soft if len(hyphen) > 1 else self.hard).append(offset)
                 return ""
             return "-" if before.isalnum() and after.isalnum() else "- "[: len(hyphen)]
-        if discretionary:
-            return "" if before.isalpha() and after.islower() else "-"
         if white:
             return "" if _UNSPACED.match(before) and _UNSPACED.match(after) else " "
         return _SPELLED[other]

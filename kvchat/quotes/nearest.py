@@ -1,7 +1,7 @@
 """The passage of a text that is most like a quote which is not in it word for word."""
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -22,7 +22,7 @@ _MOST_PLACES = 50
 @dataclass(frozen=True)
 class Like:
     """A passage of the source, [start, end). `likeness` is the share of its and the quote's letters that are alike in the same
-    order, `same` whether all are but for case."""
+    order, `same` whether all letters and digits are, but for case."""
 
     start: int = 0
     end: int = 0
@@ -31,39 +31,54 @@ class Like:
 
 
 class Words:
-    """A text as its words and numbers without regard to case and to what stands between them."""
+    """A text as its words and numbers, without regard to case and to what stands between them."""
 
     def __init__(self, key: Key):
         self._key = key
         self._spans = [match.span() for match in _WORD.finditer(key.text)]
         self.words = [key.text[start:end].casefold() for start, end in self._spans]
-        self.joined = f" {' '.join(self.words)} "
+        self.letters = "".join(self.words)
         self._starts = list(
-            accumulate((len(word) + 1 for word in self.words), initial=0)
-        )  # of the spaces before
-
-    @property
-    def letters(self) -> int:
-        return sum(map(len, self.words))
+            accumulate(map(len, self.words), initial=0)
+        )  # of each word in the letters, and the end
+        self._spaced = f" {' '.join(self.words)} "
 
     def nearest(self, quote: "Words") -> Like:
-        """What is around the longest run of the quote's words that is in this text, wherever that is most like the quote."""
+        """Where the quote's letters stand, divided into words however; or what is around the longest run of its words that is in
+        this text, wherever that is most like the quote."""
+        if not quote.words:
+            return Like()
+        if found := self._same_letters(quote.letters):
+            return self._like(*found, 1.0, True)
         start, stop = self._longest_run(quote.words)
         if start == stop:
             return Like()
         places = islice(self._places(quote.words[start:stop]), _MOST_PLACES)
         windows = [self._window(quote.words, place - start) for place in places]
-        alike, first, last = max(windows, key=lambda window: window[0])
-        mine, its = self.words[first:last], quote.words
-        likeness = SequenceMatcher(None, " ".join(mine), " ".join(its), autojunk=False).ratio()
-        begin, end = self._key.source(self._spans[first][0], self._spans[last - 1][1])
-        return Like(begin, end, likeness, "".join(mine) == "".join(its))
+        _, first, last = max(windows, key=lambda window: window[0])
+        mine, its = " ".join(self.words[first:last]), " ".join(quote.words)
+        return self._like(first, last, SequenceMatcher(None, mine, its, autojunk=False).ratio(), False)
+
+    def _like(self, first: int, last: int, likeness: float, same: bool) -> Like:
+        start, end = self._key.source(self._spans[first][0], self._spans[last - 1][1])
+        return Like(start, end, likeness, same)
+
+    def _same_letters(self, letters: str) -> tuple[int, int] | None:
+        """[first, last) of the words that hold these letters; few letters must be whole words."""
+        at = self.letters.find(letters)
+        while at >= 0:
+            end = at + len(letters)
+            first, last = bisect_right(self._starts, at) - 1, bisect_left(self._starts, end)
+            if len(letters) >= LONG or (self._starts[first], self._starts[last]) == (at, end):
+                return first, last
+            at = self.letters.find(letters, at + 1)
+        return None
 
     def _longest_run(self, words: list[str]) -> tuple[int, int]:
         """[start, stop) of the longest run, in letters, of these words that is in the text; the first of equals."""
         best, start = (0, 0, 0), 0
         for stop in range(1, len(words) + 1):
-            while start < stop and f" {' '.join(words[start:stop])} " not in self.joined:
+            while start < stop and f" {' '.join(words[start:stop])} " not in self._spaced:
                 start += 1
             letters = sum(map(len, words[start:stop]))
             if letters > best[0]:
@@ -73,10 +88,10 @@ class Words:
     def _places(self, run: list[str]) -> Iterator[int]:
         """The index of the first word wherever the run stands."""
         needle = f" {' '.join(run)} "
-        at = self.joined.find(needle)
+        at = self._spaced.find(needle)
         while at >= 0:
-            yield bisect_right(self._starts, at) - 1
-            at = self.joined.find(needle, at + 1)
+            yield self._spaced.count(" ", 0, at)  # as many words stand before as spaces
+            at = self._spaced.find(needle, at + 1)
 
     def _window(self, quote: list[str], begin: int) -> tuple[int, int, int]:
         """How many words are alike when the quote is laid at `begin`, and [first, last) of the passage in its place."""
