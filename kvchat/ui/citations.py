@@ -25,7 +25,7 @@ def say(checks: Sequence[Check], screen: Screen) -> None:
         elif check.outcome == REPAIRED and check.passage:
             screen.warn(f"{number} repaired, {_where(check)}: {_one_line(check.passage.text)}")
         else:
-            near = f"; near to it, {_where(check)}: {_one_line(check.passage.text)}" if check.passage else ""
+            near = f" · nearest, {_where(check)}: {_one_line(check.passage.text)}" if check.passage else ""
             screen.warn(f"{number} {MISSING}: {_short(check.text)}{near}")
 
 
@@ -34,7 +34,7 @@ def view(checks: Sequence[Check]) -> Table:
     rows = [
         [
             str(number),
-            check.outcome if check.outcome != MISSING or not check.passage else f"{MISSING}; near to it",
+            check.outcome if check.outcome != MISSING or not check.passage else f"{MISSING}; nearest",
             _where(check),
             _one_line(check.text),
             _one_line(check.passage.text) if check.passage and check.outcome != VERIFIED else "",
