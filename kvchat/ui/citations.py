@@ -11,7 +11,7 @@ from kvchat.quotes import MISSING, REPAIRED, VERIFIED, Check, Passage
 from kvchat.ui.screen import Screen, clean
 from kvchat.ui.tables import table
 
-SHOWN = 60
+SHOWN = 48
 """Characters of a quote that is repeated only to be recognized."""
 AROUND = 6
 """Lines of a text file before and after a passage."""
@@ -47,11 +47,12 @@ def view(checks: Sequence[Check]) -> Table:
 def source(passage: Passage) -> Text:
     """The pages of a passage, or the lines around it, below a line that says where; the passage itself stands out."""
     text = passage.document.text
-    if passage.first.page is None:
-        start, end = passage.start, passage.end
-        for _ in range(AROUND + 1):
-            start = max(0, text.rfind("\n", 0, start))
-            end = text.find("\n", end + 1) if text.find("\n", end + 1) >= 0 else len(text)
+    first, last = passage.first.line, passage.last.line
+    if first is not None and last is not None:
+        lines = text.split("\n")
+        low = max(0, first - 1 - AROUND)
+        start = sum(len(line) + 1 for line in lines[:low])
+        end = start + len("\n".join(lines[low : last + AROUND]))
     else:
         spans = [s for s in passage.document.spans if s.start < passage.end and passage.start < s.end]
         start, end = spans[0].start, spans[-1].end
