@@ -260,7 +260,7 @@ class Chat:
         return checks
 
     def _cite(self, _: str) -> None:
-        self.screen.show(citations.view(self._checks()))
+        self.screen.show(citations.view(self._checks()), fold=False)
 
     def _source(self, number: str) -> None:
         checks = self._checks()
@@ -269,7 +269,7 @@ class Chat:
             raise UsageError(f"/source takes a number from 1 to {len(checks)}; /cite lists them")
         if chosen.passage is None:
             raise UsageError(f"{number} is not in the document, nor is anything like it; /cite lists what is")
-        self.screen.show(citations.source(chosen.passage), wrap=False)
+        self.screen.show(citations.source(chosen.passage), fold=False)
 
     def _regen(self, _: str) -> None:
         turn = self.session.undo()

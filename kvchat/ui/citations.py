@@ -1,15 +1,13 @@
-"""What became of an answer's quotes: lines under the answer, the table of `/cite`, the page of `/source`."""
+"""What became of an answer's quotes: lines under the answer, the list of `/cite`, the page of `/source`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
 from rich.text import Text
 
-from kvchat.quotes import MISSING, REPAIRED, VERIFIED, Check, Passage
+from kvchat.quotes import REPAIRED, VERIFIED, Check, Passage
 from kvchat.ui.screen import Screen, clean
-from kvchat.ui.tables import table
 
 SHOWN = 48
 """Characters of a quote that is repeated only to be recognized."""
@@ -20,28 +18,15 @@ AROUND = 6
 def say(checks: Sequence[Check], screen: Screen) -> None:
     """A numbered line for each, on stderr; only what is not verified under --quiet."""
     for number, check in enumerate(checks, 1):
-        if check.outcome == VERIFIED:
-            screen.say(f"{number} verified, {_where(check)}: {_short(check.text)}")
-        elif check.outcome == REPAIRED and check.passage:
-            screen.warn(f"{number} repaired, {_where(check)}: {_one_line(check.passage.text)}")
-        else:
-            near = f" · nearest, {_where(check)}: {_one_line(check.passage.text)}" if check.passage else ""
-            screen.warn(f"{number} {MISSING}: {_short(check.text)}{near}")
+        (screen.say if check.outcome == VERIFIED else screen.warn)(
+            f"{number} {_line(check, _short(check.text))}"
+        )
 
 
-def view(checks: Sequence[Check]) -> Table:
-    """The table of `/cite`."""
-    rows = [
-        [
-            str(number),
-            check.outcome if check.outcome != MISSING or not check.passage else f"{MISSING}; nearest",
-            _where(check),
-            _one_line(check.text),
-            _one_line(check.passage.text) if check.passage and check.outcome != VERIFIED else "",
-        ]
-        for number, check in enumerate(checks, 1)
-    ]
-    return table(["", "outcome", "where", "the answer", "the document"], rows)
+def view(checks: Sequence[Check]) -> Text:
+    """The list of `/cite`: the same, with every quote at its full length."""
+    lines = [f"{number} {_line(check, _one_line(check.text))}" for number, check in enumerate(checks, 1)]
+    return Text(clean("\n".join(lines)))
 
 
 def source(passage: Passage) -> Text:
@@ -67,11 +52,16 @@ def source(passage: Passage) -> Text:
     return view
 
 
-def _where(check: Check) -> str:
+def _line(check: Check, text: str) -> str:
     if check.passage is None:
-        return ""
+        return f"{check.outcome}: {text}"
     many = f" (the first of {check.occurrences:,})" if check.occurrences > 1 else ""
-    return check.passage.where + many
+    if check.outcome == VERIFIED:
+        return f"verified, {check.passage.where}{many}: {text}"
+    its = _one_line(check.passage.text)
+    if check.outcome == REPAIRED:
+        return f"repaired, {check.passage.where}: {its} · the answer has: {text}"
+    return f"{check.outcome}: {text} · nearest, {check.passage.where}: {its}"
 
 
 def _one_line(text: str) -> str:
