@@ -87,6 +87,7 @@ DIFFERENT = [
     ("e", "é"),
     ("cafe\u0301", "cafe"),
     ("a, b", "a b"),
+    ("cafe\u0301² here", "café2 here"),
     ("state-of-\nthe-art", "state of the art"),
 ]
 
@@ -253,6 +254,20 @@ def test_a_repair_has_the_sources_own_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("quote", "nearest"),
+    [
+        ("and so the tower at Hollin Fell", "The tower at Hollin Fell"),
+        ("the harbour master has signed. But nobody came", "the harbour master has signed"),
+    ],
+)
+def test_a_quote_that_goes_on_where_the_text_does_not(quote: str, nearest: str) -> None:
+    check = one(f"> {quote}")
+    assert check.outcome != VERIFIED
+    assert check.passage is not None
+    assert check.passage.text == nearest
+
+
+@pytest.mark.parametrize(
     ("item", "expected"),
     [
         ("55", VERIFIED),
@@ -276,12 +291,19 @@ def test_a_repair_has_the_sources_own_words() -> None:
         ("DH-0609-L", MISSING),
         ("DH-0606-K", MISSING),
         ("gate_sev()", MISSING),
+        ("`seven`", MISSING),
         ("Priya Ansel", MISSING),
         ("Priya Anselle", MISSING),
     ],
 )
 def test_short_things_match_whole(item: str, expected: str) -> None:
     assert one(item).outcome == expected
+
+
+def test_what_could_not_be_read_is_never_verified() -> None:
+    text = "The box F\ufffd13 holds the spare lamp."
+    assert outcome("The box F\ufffd13 holds the spare lamp.", text) == MISSING
+    assert outcome("13 holds the spare lamp.", text) == VERIFIED
 
 
 def test_accents_are_part_of_a_word() -> None:
@@ -322,6 +344,7 @@ def test_strict() -> None:
         ("The document does not say.", []),
         ("", []),
         (">", []),
+        ('> ---\n> ...\nIt says `==` and "...".', []),
         ("Yes.", []),
         ("No, I don't think so. It isn't there, and I'm sure.", []),
         ("> a quote\n12", ["a quote", "12"]),

@@ -14,6 +14,7 @@ _STRING = re.compile(
 _TOKEN = re.compile(
     r"(?<!\w)(?:[-+\u2212](?=\d)|--?(?=[^\W\d]))?\w+(?:[-\u2010\u2011.,:/@'\u2019]\w+)*(?:\(\))?"
 )
+_SAYS = re.compile(r"[^\W_]")
 _SUFFIX = re.compile(r"['\u2019](?:d|ll|m|re|s|ve)?$")
 _NUMBER = re.compile(r"[-+\u2212]?\d+(?:[.,:/]\d+)*")
 _IDENTIFIER = re.compile(r"-|.*(?:\d|_|\(\)|[^\W\d_]{2}\.[^\W\d_]|[^\W\d_]\.[^\W\d_]{2}|[a-z][A-Z])")
@@ -43,7 +44,7 @@ def claims(answer: str) -> list[Claim]:
         else:
             for line in group:
                 rest += _said(_MARKER.sub("", line, 1))
-    return quotes + rest
+    return [claim for claim in quotes + rest if _SAYS.search(claim.text)]
 
 
 def _quote(lines: list[str]) -> Iterator[Claim]:

@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -17,6 +18,7 @@ _DIGIT = r"[\d\xb2\xb3\xb9\xbc-\xbe\u2070-\u2089\u2150-\u218b]"
 _NUMBER = re.compile(rf"(?:(?<!\w)-)?{_DIGIT}+(?:[.,:/]{_DIGIT}+)*")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _MOST_PLACES = 50
+_MOST_LETTERS = 400  # of two pieces that are compared letter by letter
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,17 @@ class Words:
         if start == stop:
             return Like()
         places = islice(self._places(quote.words[start:stop]), _MOST_PLACES)
-        windows = [self._window(quote.words, place - start) for place in places]
-        _, first, last = max(windows, key=lambda window: window[0])
-        mine, its = " ".join(self.words[first:last]), " ".join(quote.words)
-        return self._like(first, last, SequenceMatcher(None, mine, its, autojunk=False).ratio(), False)
+        its = Counter(quote.words)
+        windows = [self._window(len(quote.words), place - start) for place in places]
+        low, high = max(windows, key=lambda window: (its & Counter(self.words[slice(*window)])).total())
+        blocks = SequenceMatcher(
+            None, quote.words, self.words[low:high], autojunk=False
+        ).get_matching_blocks()
+        head, tail = blocks[0], blocks[-2]  # the last one is empty
+        # words of the quote before and after those stand for as many of the text
+        first = max(low, low + head.b - head.a)
+        last = min(high, low + tail.b + len(quote.words) - tail.a)
+        return self._like(first, last, _likeness(quote.words, self.words[first:last]), False)
 
     def _like(self, first: int, last: int, likeness: float, same: bool) -> Like:
         start, end = self._key.source(self._spans[first][0], self._spans[last - 1][1])
@@ -93,17 +102,23 @@ class Words:
             yield self._spaced.count(" ", 0, at)  # as many words stand before as spaces
             at = self._spaced.find(needle, at + 1)
 
-    def _window(self, quote: list[str], begin: int) -> tuple[int, int, int]:
-        """How many words are alike when the quote is laid at `begin`, and [first, last) of the passage in its place."""
-        slack = 2 + len(quote) // 5
-        low = max(0, begin - slack)
-        window = self.words[low : max(0, begin + len(quote) + slack)]
-        blocks = SequenceMatcher(None, quote, window, autojunk=False).get_matching_blocks()[:-1]
-        first, last = blocks[0], blocks[-1]
-        # words of the quote beyond those that are alike stand for as many of the text
-        left = low + max(0, first.b - first.a)
-        right = low + min(len(window), last.b + last.size + len(quote) - last.a - last.size)
-        return sum(block.size for block in blocks), left, right
+    def _window(self, size: int, begin: int) -> tuple[int, int]:
+        """[low, high) of the words in which a quote of `size` words may stand whose first one is near `begin`."""
+        slack = 2 + size // 5
+        return max(0, begin - slack), min(len(self.words), begin + size + slack)
+
+
+def _likeness(a: list[str], b: list[str]) -> float:
+    """The share of the letters of both that are alike in the same order: those of equal words, and some of words between."""
+    alike = 0
+    for kind, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        mine, other = "".join(a[i:j]), "".join(b[k:m])
+        if kind == "equal":
+            alike += len(mine)
+        elif len(mine) + len(other) < _MOST_LETTERS:
+            between = SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks()
+            alike += sum(block.size for block in between)
+    return 2 * alike / sum(map(len, [*a, *b]))
 
 
 def same_numbers(a: str, b: str) -> bool:
