@@ -80,7 +80,6 @@ def main() -> None:
             {
                 "true": true.total(),
                 "right": right.total(),
-                "false": false,
                 "deceived": deceived,
                 "characters": characters,
             }
@@ -157,9 +156,11 @@ def falsified(draw: random.Random, quote: str) -> str | None:
         at = draw.choice(digits)
         return quote[:at] + draw.choice("0123456789".replace(quote[at], "")) + quote[at + 1 :]
     words = [m.span() for m in re.finditer(r"[^\W\d_]+", quote)]
+    if len({quote[a:b] for a, b in words}) < 2:
+        return None
     start, end = draw.choice(words)
     others = sorted({quote[a:b] for a, b in words} - {quote[start:end]})
-    return quote[:start] + draw.choice(others) + quote[end:] if others else None
+    return quote[:start] + draw.choice(others) + quote[end:]
 
 
 def once(quote: str, documents: tuple[Document, ...]) -> int:

@@ -183,6 +183,14 @@ def test_a_hyphen_over_a_page(tmp_path: Path) -> None:
     assert one("> On the first page it is opposites and ends.", document).outcome != VERIFIED
 
 
+def test_a_quote_may_end_with_a_line() -> None:
+    text = "She performs system adminis-\ntration tasks with well-known tools."
+    assert outcome("She performs system adminis-", text) == VERIFIED
+    assert outcome("tration tasks with well-", text) == VERIFIED
+    assert outcome("She performs system admini-", text) != VERIFIED
+    assert outcome("She performs system adminis-", "She performs system administration.") != VERIFIED
+
+
 def test_the_first_of_many_and_how_many() -> None:
     text = "Box 1 is red.\nBox 2 is red.\nBox 3 is red.\n"
     check = one("> is red.", text_file("nothing"), text_file(text, "boxes.txt"), text_file(text, "more.txt"))
@@ -231,6 +239,7 @@ def test_pages_of_several_documents_have_names() -> None:
         ("the Tower at hollin fell is 55 metres high", REPAIRED),
         ("The tower, at Hollin Fell, is 55 metres high!", REPAIRED),
         ("The keeper is Oliver Brand, says the harbour", MISSING),
+        ("The gate must not be opened before the mayor of Dunwark agrees.", MISSING),  # 0.67 alike
         ("The tower at Hollin Fell has 1,200 steps, a lift for 12 persons", MISSING),  # two halves
         ("he tower at Hollin Fell is 55 metres high", REPAIRED),  # the middle of a word
         ("The tower at Hollin\ufffdFell is 55 metres high", MISSING),

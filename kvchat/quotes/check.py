@@ -22,6 +22,7 @@ NEAR = 0.6
 """And so much for it to be shown beside what is not in the document."""
 
 _REPLACED = "\ufffd"
+_CUT = re.compile(r"(?<=[^\W\d_])[-\u2010\u2011\xad]\Z")  # a quote that ends where a line does: adminis-
 _MOST_GLUED = 40
 _LETTER = re.compile(rf"[^\W{UNSPACED}]")
 _GLUED_BEFORE = re.compile(rf"[^\W_{UNSPACED}][_\xad\u200b-\u200d\u2060]*\Z")
@@ -131,7 +132,7 @@ class Checker:
     def _verify(self, claim: Claim, near: Sequence[Passage]) -> Check | None:
         if _REPLACED in claim.text:
             return None  # it may have been any character
-        key = Key(claim.text.strip())
+        key = Key(_CUT.sub("", claim.text.strip()))
         found = [(s, *span) for s in self._sources for span in s.occurrences(key)]
         if not found and claim.kind in (QUOTE, STRING):
             found = [(s, *span) for s in self._sources for span in s.occurrences_between_pages(key)]

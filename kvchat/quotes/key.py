@@ -48,10 +48,8 @@ class Edited:
 
     def __init__(self, text: str, edits: Iterable[Edit]):
         pieces: list[str] = []
-        self._here, self._there = (
-            [0],
-            [0],
-        )  # offsets in this text, and in the one before, from which both run alike
+        # offsets in this text, and in the one before, between which both run alike or an edit stands
+        self._here, self._there = [0], [0]
         done = length = 0
         for start, end, new in edits:
             pieces += text[done:start], new
@@ -67,17 +65,19 @@ class Edited:
         self._there.append(len(text))
 
     def start(self, offset: int) -> int:
-        """Where the character at `offset` begins in the text before the edits."""
-        i = bisect_right(self._here, offset) - 1
-        there = self._there[i] + offset - self._here[i]
-        return min(there, max(self._there[i], self._there[i + 1] - 1)) if i + 1 < len(self._there) else there
+        """Where the character at `offset` begins in the text before the edits, or the edited piece that it is in."""
+        return self._before(bisect_right(self._here, offset) - 1, offset, at_end=False)
 
     def end(self, offset: int) -> int:
-        """Where the character before `offset` (not 0) ends in the text before the edits."""
-        i = bisect_left(self._here, offset)
-        if self._here[i] == offset:
-            return self._there[i]
-        return min(self._there[i - 1] + offset - self._here[i - 1], self._there[i])
+        """Where the character before `offset` (not 0) ends in the text before the edits, or the edited piece that it is in."""
+        return self._before(bisect_left(self._here, offset) - 1, offset, at_end=True)
+
+    def _before(self, i: int, offset: int, at_end: bool) -> int:
+        """What `offset`, in the stretch after mark i, was before."""
+        here, there = self._here[i], self._there[i]
+        if self._here[i + 1] - here != self._there[i + 1] - there:
+            return self._there[i + 1] if at_end else there
+        return there + offset - here
 
 
 class Key:
