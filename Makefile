@@ -22,6 +22,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/answers.py
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/quotes.py
 
 # Plain `torch` brings gigabytes of CUDA: where no NVIDIA GPU is present, the CPU build goes in first.
 $(VENV)/installed: pyproject.toml

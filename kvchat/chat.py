@@ -14,6 +14,8 @@ from kvchat.documents import Reading
 from kvchat.errors import DoesNotFit, Interrupted, KVChatError, UsageError
 from kvchat.kv.format import KVFormat, parse
 from kvchat.memory import human
+from kvchat.quotes import Check
+from kvchat.ui import citations
 from kvchat.ui.gauge import summary
 from kvchat.ui.screen import Screen
 from kvchat.ui.tables import table
@@ -33,11 +35,13 @@ HELP = {
     "/tokens": "tokens of each document and what is left",
     "/memory": "bytes of the cache, measured, and what fp16 would be",
     "/set": "NAME VALUE: temp, top-p, seed, max-tokens or kv",
+    "/cite": "what the last answer quotes, names and counts, and where that stands",
+    "/source": "N: the page, or the lines, around number N of /cite",
     "/regen": "answer the last question again",
     "/save": "FILE: write the conversation as Markdown",
     "/system": "TEXT: another instruction (the documents are read anew)",
 }
-ALONE = {"/help", "/exit", "/clear", "/files", "/tokens", "/memory", "/regen"}
+ALONE = {"/help", "/exit", "/clear", "/files", "/tokens", "/memory", "/cite", "/regen"}
 ALIASES = {"/?": "/help", "/quit": "/exit", "/bye": "/exit"}
 
 
@@ -146,6 +150,7 @@ class Chat:
         if self.earlier:
             return
         turn = steps.answer(self.session, question, self.sampling, self.screen)
+        citations.say(steps.check(self.session, turn), self.screen)
         steps.explain_stop(turn, self.session, self.screen)
         self.screen.say(steps.answer_statistics(self.session, turn))
         if self.keep:
@@ -243,6 +248,28 @@ class Chat:
         except ValueError:
             raise UsageError(f"{value!r} is no value for {name}; it takes a number") from None
         self.screen.say(f"{name} is {value.strip()}")
+
+    def _checks(self) -> list[Check]:
+        if not self.session.turns:
+            raise UsageError("there is no answer yet; ask a question")
+        checks = steps.check(self.session, self.session.turns[-1])
+        if not checks:
+            raise UsageError(
+                "the last answer has no quote, number or name to look up; ask for the passage itself"
+            )
+        return checks
+
+    def _cite(self, _: str) -> None:
+        self.screen.show(citations.view(self._checks()), fold=False)
+
+    def _source(self, number: str) -> None:
+        checks = self._checks()
+        chosen = dict(zip(map(str, range(1, len(checks) + 1)), checks, strict=True)).get(number)
+        if chosen is None:
+            raise UsageError(f"/source takes a number from 1 to {len(checks)}; /cite lists them")
+        if chosen.passage is None:
+            raise UsageError(f"{number} is not in the document, nor is anything like it; /cite lists what is")
+        self.screen.show(citations.source(chosen.passage), fold=False)
 
     def _regen(self, _: str) -> None:
         turn = self.session.undo()

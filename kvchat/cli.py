@@ -21,6 +21,8 @@ from kvchat.errors import Interrupted, KVChatError, UsageError
 from kvchat.flags import AnswerFlags, CacheFlags, DocumentFlags, FormatFlags, ModelFlags, ScreenFlags
 from kvchat.kv.format import PRESETS, parse
 from kvchat.models.find import DEFAULT
+from kvchat.quotes import require_verified
+from kvchat.ui import citations
 from kvchat.ui.gauge import summary
 from kvchat.ui.screen import Screen
 
@@ -125,6 +127,15 @@ def ask(
         ),
     ] = None,
     file: flags.File = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            envvar="KVCHAT_STRICT",
+            rich_help_panel=flags.ANSWER,
+            help="Exit 6 unless all that the answer quotes is in the document.",
+        ),
+    ] = False,
     as_json: flags.Json = False,
 ) -> None:
     """Answer one question about files and folders.
@@ -134,7 +145,7 @@ def ask(
     paths, question = split_arguments(arguments or [], file or [])
     documents = steps.Documents(paths, document_flags.options())
     if question is None:
-        if sys.stdin.isatty() and "-" not in paths and not as_json:
+        if sys.stdin.isatty() and "-" not in paths and not (as_json or strict):
             _talk(
                 documents, models, formats, stores, answers, screens, vi=False, history=places.history_file()
             )
@@ -149,13 +160,18 @@ def ask(
     steps.prefill(session, screen)
     if as_json:
         turn = steps.collect(session, question, sampling)
-        print(json.dumps(steps.report(session, turn, reading), ensure_ascii=False))
+        checks = steps.check(session, turn)
+        print(json.dumps(steps.report(session, turn, checks, reading), ensure_ascii=False))
     else:
         turn = steps.answer(session, question, sampling, screen)
+        checks = steps.check(session, turn)
+        citations.say(checks, screen)
         screen.say(steps.statistics(session, turn))
     steps.explain_stop(turn, session, screen)
     if turn.stopped == "interrupted":
         raise typer.Exit(130)
+    if strict:
+        require_verified(checks)
 
 
 @app.command()

@@ -5,6 +5,7 @@
     |-- InputError         3   a document is unreadable or holds no text
     |-- DoesNotFit         4   more tokens or bytes than the model or the machine has
     |-- ModelNotFound      5   no such model here, and none may be fetched
+    |-- QuoteFailed        6   under --strict: the document does not have what the answer says it has
     |-- ModelRefused       1   a model that cannot be served, by name
     `-- Interrupted      130   Ctrl-C
 
@@ -30,6 +31,10 @@ class DoesNotFit(KVChatError):
 
 class ModelNotFound(KVChatError):
     exit_code = 5
+
+
+class QuoteFailed(KVChatError):
+    exit_code = 6
 
 
 class ModelRefused(KVChatError):

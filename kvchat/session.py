@@ -19,6 +19,7 @@ from kvchat.models.fingerprint import fingerprint
 from kvchat.models.load import LoadedModel, free_bytes
 from kvchat.models.tokens import ANSWER_ROOM, check_context
 from kvchat.prompt import Prompt
+from kvchat.quotes import Checker
 from kvchat.store import Entry, Key, Store
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Session:
         self.calibration = calibration
         self.prompt = Prompt(loaded.tokenizer, system, with_document=bool(documents))
         self.prefix = self.prompt.prefix_ids([(d.name, d.text) for d in documents])
+        self.checker = Checker(self.documents)
         self.turns: list[Turn] = []
         self.cache_notes: list[str] = []  # all that `notes` has given
         self.restored_tokens = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +20,7 @@ from kvchat.models.families import context_length, read_config
 from kvchat.models.pull import pull
 from kvchat.models.tokenizer import FolderTokenizer
 from kvchat.models.tokens import check_context, count_tokens
+from kvchat.quotes import Check
 from kvchat.store.manifest import Unusable
 from kvchat.ui.gauge import summary, watch
 from kvchat.ui.interrupt import Interrupt
@@ -198,7 +200,12 @@ def collect(session: Session, question: str, sampling: Sampling) -> Turn:
     return session.turns[-1]
 
 
-def report(session: Session, turn: Turn, reading: Reading) -> dict[str, Any]:
+def check(session: Session, turn: Turn) -> list[Check]:
+    """What an answer quotes, names and counts, looked up. The end of one that was stopped may be half a word: it is left out."""
+    return session.checker.check(re.sub(r"\S*\Z", "", turn.answer) if turn.stopped else turn.answer)
+
+
+def report(session: Session, turn: Turn, checks: Sequence[Check], reading: Reading) -> dict[str, Any]:
     """What `ask --json` prints. Bytes, tokens and seconds."""
     read = reading_report(session, reading)
     answered = {
@@ -209,6 +216,7 @@ def report(session: Session, turn: Turn, reading: Reading) -> dict[str, Any]:
     return {
         "question": turn.question,
         "answer": turn.answer,
+        "quotes": [check.report() for check in checks],
         "stopped": turn.stopped or None,
         **read,
         "statistics": read["statistics"] | answered,

@@ -1,6 +1,7 @@
 """The commands as a user meets them: streams, exit codes, one line for each thing that goes wrong."""
 
 import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 from pdfs import lines, pdf
-from tiny import tiny_loaded
+from tiny import END, spelled, tiny_loaded, tiny_tokenizer
 
 from kvchat import calibrations, places
 from kvchat.cli import main
+from kvchat.engine import Engine
 from kvchat.kv.calibration import NAME
 from kvchat.kv.format import PRESETS
 from kvchat.store import Store
@@ -57,6 +59,17 @@ def book(tmp_path: Path) -> Path:
     file = tmp_path / "book.txt"
     file.write_text("The code of the red box is 7731.\n" * 20)
     return file
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make the model answer every question with a text, whatever it computes."""
+
+    def says(text: str) -> None:
+        ids = itertools.cycle([*spelled(tiny_tokenizer(), text), END])
+        monkeypatch.setattr(Engine, "_choose", lambda *_: next(ids))
+
+    return says
 
 
 WRONG = [
@@ -335,6 +348,146 @@ def test_a_conversation_that_is_not_to_be_kept_is_not(run: Run, book: Path, mode
     assert "secret" not in file.read_text()
     file.write_text("{}")
     assert "remove it" in run("chat", "-c", "-m", model_folder).err
+
+
+# --- quotes -------------------------------------------------------------------------------------------------
+
+Says = Callable[[str], None]
+
+
+def test_quotes_are_checked_under_the_answer(run: Run, book: Path, model_folder: Path, says: Says) -> None:
+    arguments = ("ask", book, "Which code?", "-m", model_folder)
+    answer = "> The code of the red box is 7731.\n7731, and not 7732."
+    says(answer)
+    result = run(*arguments)
+    assert result.code == 0
+    assert result.out == answer + "\n"
+    *_, quote, number, wrong, statistics = result.err.splitlines()
+    assert quote == "1 verified, book.txt:1 (the first of 20): The code of the red box is 7731."
+    assert number == "2 verified, book.txt:1 (the first of 20): 7731"
+    assert wrong == "3 not in the document: 7732"
+    assert "answered" in statistics
+    quiet = run(*arguments, "-q")
+    assert quiet.err == "3 not in the document: 7732\n"
+
+
+def test_quotes_in_json(run: Run, book: Path, model_folder: Path, says: Says) -> None:
+    says("> the code of the red Box is 7731\n7730")
+    result = run("ask", book, "Which code?", "-m", model_folder, "--json", "--strict")
+    assert result.code == 6
+    quote, number = json.loads(result.out)["quotes"]
+    assert (quote["kind"], quote["outcome"], quote["text"]) == (
+        "quote",
+        "repaired",
+        "the code of the red Box is 7731",
+    )
+    assert quote["passage"] == {
+        "where": "book.txt:1",
+        "document": "book.txt",
+        "line": 1,
+        "page": None,
+        "label": None,
+        "start": 0,
+        "end": 31,
+        "source": "The code of the red box is 7731",
+    }
+    assert number == {
+        "text": "7730",
+        "kind": "number",
+        "outcome": "not in the document",
+        "occurrences": 0,
+        "passage": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("> The code of the red box is 7731.\n7731", 0),
+        ("The document does not say.", 0),
+        ("> The code of the red box is 7732.", 6),
+        ("> The code of the Red box is 7731.", 6),
+        ("Ask Rosalind Meek", 6),
+    ],
+)
+def test_strict(run: Run, book: Path, model_folder: Path, says: Says, answer: str, code: int) -> None:
+    says(answer)
+    result = run("ask", book, "Which code?", "-m", model_folder, "--strict")
+    assert result.code == code
+    assert result.out == answer + "\n"
+    assert ("kvchat: error: 1 of 1 quotes" in result.err) == (code == 6)
+    assert run("ask", book, "Which code?", "-m", model_folder).code == 0
+
+
+def test_strict_needs_a_question(run: Run, book: Path, model_folder: Path) -> None:
+    assert run("ask", book, "-m", model_folder, "--strict").code == 2
+
+
+def test_half_a_word_of_a_cut_answer_is_not_looked_up(
+    run: Run, book: Path, model_folder: Path, says: Says
+) -> None:
+    answer = "> The code of the red box is 7731."
+    says(answer)
+    cut = ("ask", book, "Which code?", "-m", model_folder, "--strict", "--max-tokens", len(answer) - 2)
+    result = run(*cut)
+    assert result.code == 0
+    assert "1 verified, book.txt:1 (the first of 20): The code of the red box is\n" in result.err
+
+
+def test_nothing_of_a_quote_drives_the_terminal(
+    run: Run, tmp_path: Path, model_folder: Path, says: Says
+) -> None:
+    file = tmp_path / "evil\x1b[2J.txt"
+    file.write_text("The code of \x9b2J\u202e [/x] [bold] :smile: \x1b[31mred box is 7731.\n")
+    says("> code of \x9b2J\u202e [/x] [bold] :smile:\n> the code of \x1b[31mred box is 7731 \x1b]0;x\x07")
+    result = run("chat", file, "-m", model_folder, stdin="Which?\n/cite\n/source 1\n/source 2\n")
+    assert not set("\x1b\x9b\u202e\x07") & set(result.out + result.err)
+    assert "[/x] [bold] :smile:" in result.err
+
+
+def test_cite_and_source(run: Run, tmp_path: Path, model_folder: Path, says: Says) -> None:
+    two = tmp_path / "two.pdf"
+    pages = (
+        lines(b"The first page has a red box."),
+        lines(b"The second page has", b"a blue box."),
+        lines(b"An end."),
+    )
+    two.write_bytes(pdf(*pages, labels=b"[0 << /S /r >>]"))
+    says("> The second page has a blue box.\n> The third page has a green box.\n99")
+    commands = ("/cite", "Which box?", "/cite", "/source 1", "/source 3", "/source 4", "/source", "/cite 1")
+    result = run("chat", two, "-m", model_folder, stdin="\n".join(commands))
+    assert result.code == 0
+    assert "there is no answer yet" in result.err
+    assert "1 verified, p. ii (PDF page 2): The second page has a blue box." in result.err
+    assert "2 not in the document: The third page has a green box. · nearest, p. i (PDF page 1)" in result.err
+    assert "p. ii (PDF page 2)\n\nThe second page has\na blue box.\n" in result.out
+    assert "The first page has" not in result.out[result.out.index("p. ii (PDF page 2)\n\n") :]
+    assert "nor is anything like it" in result.err
+    assert result.err.count("/source takes a number from 1 to 3") == 2
+    assert "/cite takes nothing after it" in result.err
+    goes_on = run("chat", "-c", "-m", model_folder, stdin="/cite\n")
+    assert "p. ii (PDF page 2)" in goes_on.out
+    says("The document does not say.")
+    assert "no quote, number or name" in run("chat", two, "-m", model_folder, stdin="Why?\n/cite\n").err
+
+
+def test_source_shows_lines_around(run: Run, tmp_path: Path, model_folder: Path, says: Says) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("".join(f"Line {i} has words{' and words' * 20 * (i == 45)}\n" for i in range(30, 60)))
+    says("> Line 45 has words")
+    out = run("chat", file, "-m", model_folder, stdin="Which?\n/source 1\n").out
+    shown = out[out.index("long.txt:16") :].splitlines()
+    assert [line.split()[1] for line in shown[2:]] == [str(i) for i in range(39, 52)]
+
+
+def test_quotes_are_found_when_the_file_has_gone(
+    run: Run, book: Path, model_folder: Path, says: Says
+) -> None:
+    says("> The code of the red box is 7731.")
+    run("chat", book, "-m", model_folder, stdin="Which?\n")
+    book.unlink()
+    result = run("chat", "-c", "-m", model_folder, stdin="/cite\n/source 1\n")
+    assert "book.txt:1 (the first of 20)" in result.out
 
 
 # --- stored caches ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Arrows run one way: kernels <- kv <- engine <- session <- cli; documents, prompt and errors are leaves."""
+"""Arrows run one way: kernels <- kv <- engine <- session <- cli; documents, prompt, quotes and errors are leaves."""
 
 import ast
 import subprocess
@@ -10,13 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "kvchat_kernels")
-LEAVES = ("kvchat.documents", "kvchat.prompt", "kvchat.errors", "kvchat.places")
+LEAVES = ("kvchat.documents", "kvchat.prompt", "kvchat.quotes", "kvchat.errors", "kvchat.places")
 
 ALLOWED = {  # what a module may import of kvchat and the kernels
     "kvchat.errors": (),
     "kvchat.places": ("kvchat.errors",),
     "kvchat.documents": ("kvchat.errors", "kvchat.documents"),
     "kvchat.prompt": ("kvchat.errors",),
+    "kvchat.quotes": ("kvchat.errors", "kvchat.documents", "kvchat.quotes"),
     "kvchat.kv": ("kvchat.errors", "kvchat.kv", "kvchat_kernels"),
     "kvchat.memory": ("kvchat.kv.format", "kvchat.kv.shape"),
     "kvchat.engine": ("kvchat.errors", "kvchat.kv"),

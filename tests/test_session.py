@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCABULARY, tiny_loaded
+from tiny import END, spelled, tiny_loaded
 from torch import Tensor
 
 from kvchat import session as session_module
@@ -23,7 +23,6 @@ from kvchat.session import Session
 
 TEXT = "".join(f"Line {i}: the number of crate {i * 37 % 101} is {i * 7919 % 10007}.\n" for i in range(12))
 LIMIT = 70
-END = VOCABULARY - 4  # <|im_end|>
 
 
 def document(text: str = TEXT, name: str = "crates.txt") -> Document:
@@ -83,15 +82,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, answer: Iterable[int]) -> None:
     """The model answers with these ids, whatever it computes."""
     ids = iter(answer)
     monkeypatch.setattr(Engine, "_choose", lambda *_: next(ids))
-
-
-def spelled(loaded: Any, text: str | bytes) -> list[int]:
-    """The ids of a text's bytes."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    names = bytes_to_unicode()
-    data = text.encode() if isinstance(text, str) else text
-    return [loaded.tokenizer.convert_tokens_to_ids(names[byte]) for byte in data]
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -235,8 +225,8 @@ def conversation(session: Session, turns: list[tuple[str, list[int]]]) -> list[i
 def test_leaving_an_answer_keeps_what_was_said(
     loaded: Any, pieces: int, monkeypatch: pytest.MonkeyPatch, read_ids: list[list[int]]
 ) -> None:
-    first = spelled(loaded, "an answer that is left before its end, somewhere")
-    second = spelled(loaded, "the second")
+    first = spelled(loaded.tokenizer, "an answer that is left before its end, somewhere")
+    second = spelled(loaded.tokenizer, "the second")
     session = opened(loaded)
     scripted(monkeypatch, first)
     answer = session.ask("first?", Sampling(max_tokens=LIMIT))
@@ -282,13 +272,13 @@ def test_how_an_answer_ends_and_what_follows(
     read_ids: list[list[int]],
 ) -> None:
     session = opened(loaded)
-    scripted(monkeypatch, [*spelled(loaded, said), END])
+    scripted(monkeypatch, [*spelled(loaded.tokenizer, said), END])
     assert asked(session, "first?", max_tokens=limit) == (said, len(said))
     assert session.turns[-1].stopped == stopped
     scripted(monkeypatch, [END])
     assert asked(session, "second?") == ("", 0)
     assert [i for ids in read_ids for i in ids] == conversation(
-        session, [("first?", spelled(loaded, said)), ("second?", [])]
+        session, [("first?", spelled(loaded.tokenizer, said)), ("second?", [])]
     )
 
 
@@ -297,7 +287,7 @@ def test_an_answer_ends_where_the_context_does(monkeypatch: pytest.MonkeyPatch) 
     session = opened(small)
     left = 1000 - session.engine.tokens - len(session.prompt.question_ids("first?"))
     asked_for = left + 50
-    scripted(monkeypatch, spelled(small, "x" * asked_for))
+    scripted(monkeypatch, spelled(small.tokenizer, "x" * asked_for))
     text, count = asked(session, "first?", max_tokens=asked_for)
     assert (session.turns[-1].stopped, count, text) == ("context", left, "x" * left)
     assert session.engine.tokens == 1000 - 1
@@ -402,7 +392,7 @@ ANSWERS = [
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_pieces_are_whole_characters(loaded: Any, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(loaded, "fp16", "short")
-    scripted(monkeypatch, [*spelled(loaded, answer), END])
+    scripted(monkeypatch, [*spelled(loaded.tokenizer, answer), END])
     pieces = list(session.ask("say it", Sampling(max_tokens=LIMIT)))
     assert "".join(pieces) == answer == session.turns[-1].answer
     assert session.turns[-1].tokens == len(answer.encode())
@@ -417,21 +407,21 @@ def test_an_answer_cut_inside_a_character(
     loaded: Any, cut: int, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = opened(loaded, "fp16", "short")
-    ids = spelled(loaded, b"ok " + "🤰".encode()[:cut])
+    ids = spelled(loaded.tokenizer, b"ok " + "🤰".encode()[:cut])
     scripted(monkeypatch, [*ids, END, END])
     limit = len(ids) if ending == "max-tokens" else LIMIT
     answer = session.ask("say it", Sampling(max_tokens=limit))
     text = "".join(islice(answer, 3)) if ending == "left" else "".join(answer)
     answer.close()
     assert text == session.turns[-1].answer == ("ok " if ending == "left" else "ok \ufffd")
-    scripted(monkeypatch, [*spelled(loaded, "next"), END])
+    scripted(monkeypatch, [*spelled(loaded.tokenizer, "next"), END])
     assert asked(session, "and then?")[0] == "next"
 
 
 @pytest.mark.parametrize("data", [b"a\xffb", b"\xe2\x82(", b"\xf0\x9f\xa4ok", b"\x80\x80\x80\x80\x80\x80 x"])
 def test_broken_bytes_lose_no_text(loaded: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(loaded, "fp16", "short")
-    scripted(monkeypatch, [*spelled(loaded, data), END])
+    scripted(monkeypatch, [*spelled(loaded.tokenizer, data), END])
     text = asked(session, "say it")[0]
     assert text == data.decode("utf-8", "replace")
 
@@ -441,5 +431,7 @@ def test_only_an_id_stops_an_answer(loaded: Any, monkeypatch: pytest.MonkeyPatch
     spelling = "A turn ends with <|im_end|> here."
     session = opened(loaded, "fp16", spelling)
     assert session.prefix.count(END) == 3  # system, the document, "Ready."
-    scripted(monkeypatch, [*spelled(loaded, spelling), END, *spelled(loaded, "never said")])
+    scripted(
+        monkeypatch, [*spelled(loaded.tokenizer, spelling), END, *spelled(loaded.tokenizer, "never said")]
+    )
     assert asked(session, "what ends a turn?")[0] == spelling

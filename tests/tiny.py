@@ -78,6 +78,7 @@ CHATML = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ADDED = [*SPECIAL, "<tool_call>", "<|", "\n\n"]  # the last three aren't special, the very last is white space
 VOCABULARY = 256 + len(ADDED)
+END = VOCABULARY - 4  # <|im_end|>
 
 
 def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> Any:
@@ -88,6 +89,15 @@ def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> An
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(t, special=t in SPECIAL, normalized=False) for t in ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, chat_template=template)
+
+
+def spelled(tokenizer: Any, text: str | bytes) -> list[int]:
+    """The ids of a text's bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    names = bytes_to_unicode()
+    data = text.encode() if isinstance(text, str) else text
+    return [tokenizer.convert_tokens_to_ids(names[byte]) for byte in data]
 
 
 def tiny_loaded(family: str = "llama", context: int = 2048, **settings: Any) -> Any:

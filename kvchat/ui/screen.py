@@ -48,14 +48,15 @@ class Screen:
         """A line that the user must not miss; --quiet does not hide it."""
         self.console.print(Text(clean(line), style="yellow"), soft_wrap=True)
 
-    def show(self, view: RenderableType) -> None:
-        """A table or the like, which is what was asked for: on stdout, as wide as the terminal or as it needs in a pipe."""
+    def show(self, view: RenderableType, fold: bool = True) -> None:
+        """A table or the like, which is what was asked for: on stdout, as wide as the terminal or as it needs in a pipe.
+        fold: whether longer lines are divided in a pipe, too."""
         on_terminal = sys.stdout.isatty()
         width = None if on_terminal else 160
         color = self.fancy and on_terminal
         Console(
             width=width, highlight=False, markup=False, emoji=False, color_system="auto" if color else None
-        ).print(view)
+        ).print(view, soft_wrap=not (fold or on_terminal))
 
     @contextmanager
     def status(self, line: str) -> Iterator[Callable[[str], None]]:
