@@ -74,7 +74,18 @@ def try_to_break(kills: int, damages: int) -> list[dict[str, Any]]:
 
 
 def time_to_first_token(spec: str, rounds: int) -> dict[str, Any]:
-    arguments = [sys.executable, "-m", "kvchat", "ask", *map(str, SAMPLES), QUESTION, "--kv", spec]
+    arguments = [
+        sys.executable,
+        "-m",
+        "kvchat",
+        "ask",
+        *map(str, SAMPLES),
+        QUESTION,
+        "--kv",
+        spec,
+        "--reread",
+        "never",
+    ]
     prefilled, stored = [], []
     subprocess.run([*arguments, "--refresh", "-q"], check=True, capture_output=True)  # warms the files
     for _ in range(rounds):

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat import steps
+from kvchat.answering import look
 from kvchat.conversations import Conversation, Said, forget
 from kvchat.documents import Reading
 from kvchat.errors import DoesNotFit, Interrupted, KVChatError, UsageError
 from kvchat.kv.format import KVFormat, parse
 from kvchat.memory import human
+from kvchat.passages import Reread
 from kvchat.quotes import Check
 from kvchat.ui import citations
 from kvchat.ui.gauge import summary
@@ -57,6 +59,7 @@ class Chat:
     system: str | None
     screen: Screen
     store: Store | None
+    reread: Reread
     refresh: bool = False
     keep: bool = True  # the conversation, for `chat -c`
 
@@ -149,15 +152,15 @@ class Chat:
             self._bring_back()
         if self.earlier:
             return
-        turn = steps.answer(self.session, question, self.sampling, self.screen)
-        citations.say(steps.check(self.session, turn), self.screen)
-        steps.explain_stop(turn, self.session, self.screen)
-        self.screen.say(steps.answer_statistics(self.session, turn))
+        answered = steps.answer(self.session, question, self.sampling, self.reread, self.screen)
+        citations.say(answered.last.checks, self.screen)
+        self.screen.say(steps.answer_statistics(self.session, answered.last.turn))
+        steps.explain_stop(answered, self.screen)
         if self.keep:
             self._conversation().save()
 
     def _conversation(self) -> Conversation:
-        turns = [Said(turn.question, turn.answer, turn.ids) for turn in self.session.turns]
+        turns = [Said(t.question, t.answer, t.ids, t.context) for t in self.session.turns]
         turns[self.seen : self.seen] = self.unseen
         return Conversation.about(
             self.documents.paths, self.documents.options, self.system, self.session.stored, turns
@@ -252,7 +255,7 @@ class Chat:
     def _checks(self) -> list[Check]:
         if not self.session.turns:
             raise UsageError("there is no answer yet; ask a question")
-        checks = steps.check(self.session, self.session.turns[-1])
+        checks = look(self.session, self.session.turns[-1]).checks
         if not checks:
             raise UsageError(
                 "the last answer has no quote, number or name to look up; ask for the passage itself"

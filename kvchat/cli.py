@@ -158,20 +158,17 @@ def ask(
     sampling = steps.sampling(answers)
     session.check(question, sampling)
     steps.prefill(session, screen)
+    asked = steps.answer(session, question, sampling, answers.reread, screen, shown=not as_json)
     if as_json:
-        turn = steps.collect(session, question, sampling)
-        checks = steps.check(session, turn)
-        print(json.dumps(steps.report(session, turn, checks, reading), ensure_ascii=False))
+        print(json.dumps(steps.report(asked, reading), ensure_ascii=False))
     else:
-        turn = steps.answer(session, question, sampling, screen)
-        checks = steps.check(session, turn)
-        citations.say(checks, screen)
-        screen.say(steps.statistics(session, turn))
-    steps.explain_stop(turn, session, screen)
-    if turn.stopped == "interrupted":
+        citations.say(asked.last.checks, screen)
+        screen.say(steps.statistics(session, asked.last.turn))
+    steps.explain_stop(asked, screen)
+    if asked.interrupted:
         raise typer.Exit(130)
     if strict:
-        require_verified(checks)
+        require_verified(asked.last.checks)
 
 
 @app.command()
@@ -243,6 +240,7 @@ def _talk(
         system,
         screen,
         store,
+        answers.reread,
         stores.refresh,
         keep=history is not None,
     )

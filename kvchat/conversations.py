@@ -17,11 +17,13 @@ from kvchat.store import files
 
 @dataclass(frozen=True)
 class Said:
-    """A turn; `ids` are the answer's tokens, which its text may not give back."""
+    """A turn; `ids` are the answer's tokens, which its text may not give back, and `context` is what the model read before
+    the question."""
 
     question: str
     answer: str
     ids: list[int]
+    context: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def last(paths: Sequence[str]) -> Conversation | None:
         }
         turns = tuple(Said(**said) for said in value["turns"])
         texts = [*value["paths"], value["system"] or "", value["cache"] or "", options_text(given)]
-        texts += [text for said in turns for text in (said.question, said.answer)]
+        texts += [text for said in turns for text in (said.question, said.answer, said.context)]
         ids = [i for said in turns for i in said.ids]
         if not all(isinstance(text, str) for text in texts) or not all(
             isinstance(i, int) and i >= 0 for i in ids

@@ -17,6 +17,7 @@ from kvchat.documents import Options
 from kvchat.errors import UsageError
 from kvchat.kv.format import PRESETS, SPELLING
 from kvchat.models.find import DEFAULT
+from kvchat.passages import Reread
 from kvchat.store import Store
 from kvchat.ui.screen import Screen
 
@@ -178,6 +179,17 @@ class AnswerFlags:
             "--seed", envvar="KVCHAT_SEED", min=0, rich_help_panel=ANSWER, help="For --temp above 0."
         ),
     ] = 0
+
+    reread: Annotated[
+        Reread,
+        typer.Option(
+            "--reread",
+            envvar="KVCHAT_REREAD",
+            rich_help_panel=ANSWER,
+            help="Ask again, with the likeliest passages before the question: where an answer's quotes fail or it finds "
+            "nothing, always, or never.",
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True)

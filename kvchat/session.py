@@ -18,6 +18,7 @@ from kvchat.memory import Usage, fits, human, usage
 from kvchat.models.fingerprint import fingerprint
 from kvchat.models.load import LoadedModel, free_bytes
 from kvchat.models.tokens import ANSWER_ROOM, check_context
+from kvchat.passages import Finder
 from kvchat.prompt import Prompt
 from kvchat.quotes import Checker
 from kvchat.store import Entry, Key, Store
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Turn:
-    """A question and what became of it. Times in seconds; `first_token` counts from the question."""
+    """A question and what became of it. Times in seconds; `first_token` counts from the question. `context` is what the model
+    read before the question."""
 
     question: str
     answer: str = ""
     ids: list[int] = field(default_factory=list, repr=False)  # of the answer
+    context: str = ""
     first_token: float = 0.0
     seconds: float = 0.0
     stopped: str = ""  # "", "interrupted", "max-tokens" or "context"
@@ -77,7 +80,7 @@ class Session:
         self.calibration = calibration
         self.prompt = Prompt(loaded.tokenizer, system, with_document=bool(documents))
         self.prefix = self.prompt.prefix_ids([(d.name, d.text) for d in documents])
-        self.checker = Checker(self.documents)
+        self.checker, self.finder = Checker(self.documents), Finder(self.documents)
         self.turns: list[Turn] = []
         self.cache_notes: list[str] = []  # all that `notes` has given
         self.restored_tokens = 0
@@ -180,17 +183,23 @@ class Session:
             self._entry.append(self.engine.cache, self._closed, end)
         self._closed = end
 
-    def ask(self, question: str, sampling: Sampling = Sampling()) -> Generator[str]:  # noqa: B008  # frozen
+    def ask(
+        self,
+        question: str,
+        sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+        context: str = "",
+    ) -> Generator[str]:
         """Answer a question, yielding text that never ends inside a character. `turns[-1]` is the turn, also while it runs.
+        context: text for the model to read just before the question.
 
         Left early, the partial answer stays in the conversation. Raises DoesNotFit before anything is computed, and before
         the question enters the history.
         """
         if self.unread:
             raise KVChatError("the document has not been read to its end; read it first")
-        ids = self._pending + self.prompt.question_ids(question)
+        ids = self._pending + self.prompt.question_ids(context + question)
         room = self._room(ids, sampling)
-        turn = Turn(question, _mark=self.engine.cache.snapshot(), _pending=self._pending)
+        turn = Turn(question, context=context, _mark=self.engine.cache.snapshot(), _pending=self._pending)
         self.turns.append(turn)
         limit = min(sampling.max_tokens, room)
         turn.stopped = "interrupted"  # unless it comes to its end
@@ -251,7 +260,7 @@ class Session:
     def length(self, turns: Sequence[Said]) -> int:
         """Tokens that `replay` will read."""
         between = len(self.prompt.next_ids())
-        texts = [self.prompt.question_ids(said.question) + self._answer_ids(said) for said in turns]
+        texts = [self._turn_ids(said) for said in turns]
         return sum(map(len, texts)) + between * max(0, len(turns) - 1)
 
     def replay(self, turns: Sequence[Said]) -> Generator[Usage]:
@@ -260,24 +269,36 @@ class Session:
         Left early, the turns that were read whole stay. Raises DoesNotFit where the next one has no room.
         """
         for said in turns:
-            answer = self._answer_ids(said)
-            ids = self._pending + self.prompt.question_ids(said.question) + answer
-            if self.engine.tokens + len(ids) + ANSWER_ROOM > self.context:
+            turn = Turn(said.question, said.answer, self._answer_ids(said), said.context)
+            if (
+                self.engine.tokens + len(self._pending) + len(self._turn_ids(said)) + ANSWER_ROOM
+                > self.context
+            ):
                 raise DoesNotFit(
                     f"the earlier conversation does not fit the {self.context:,} tokens that {self.loaded.name} reads"
                 )
-            mark = self.engine.cache.snapshot()
-            turn = Turn(said.question, said.answer, answer, _mark=mark, _pending=self._pending)
-            try:
-                for _ in self.engine.prefill(ids):
-                    yield self.usage()
-            except BaseException:
-                self.engine.cache.restore(turn._mark)
-                raise
-            self.turns.append(turn)
-            self._pending = self.prompt.next_ids()
+            yield from self._read_turn(turn)
 
-    def _answer_ids(self, said: Said) -> list[int]:
+    def put_back(self, turn: Turn) -> None:
+        """Bring a turn back that `undo` took; its answer is read, not made anew."""
+        for _ in self._read_turn(turn):
+            pass
+
+    def _read_turn(self, turn: Turn) -> Generator[Usage]:
+        turn._mark, turn._pending = self.engine.cache.snapshot(), self._pending
+        try:
+            for _ in self.engine.prefill(self._pending + self._turn_ids(turn)):
+                yield self.usage()
+        except BaseException:
+            self.engine.cache.restore(turn._mark)
+            raise
+        self.turns.append(turn)
+        self._pending = self.prompt.next_ids()
+
+    def _turn_ids(self, turn: Turn | Said) -> list[int]:
+        return self.prompt.question_ids(turn.context + turn.question) + self._answer_ids(turn)
+
+    def _answer_ids(self, said: Turn | Said) -> list[int]:
         """The tokens that were generated, unless another model's tokenizer made them."""
         decoded = self.loaded.tokenizer.backend_tokenizer.decode(said.ids, skip_special_tokens=False)
         return said.ids if said.ids and decoded == said.answer else self.prompt.text_ids(said.answer)

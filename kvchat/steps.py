@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,13 +19,14 @@ from kvchat.models.families import context_length, read_config
 from kvchat.models.pull import pull
 from kvchat.models.tokenizer import FolderTokenizer
 from kvchat.models.tokens import check_context, count_tokens
-from kvchat.quotes import Check
+from kvchat.passages import Reread
 from kvchat.store.manifest import Unusable
 from kvchat.ui.gauge import summary, watch
 from kvchat.ui.interrupt import Interrupt
 from kvchat.ui.screen import Screen
 
 if TYPE_CHECKING:
+    from kvchat.answering import Answering
     from kvchat.conversations import Said
     from kvchat.engine import Sampling
     from kvchat.models.load import LoadedModel
@@ -174,14 +174,36 @@ def replay(session: Session, turns: Sequence[Said], screen: Screen) -> None:
         screen.say(f">>> {last.question}\n{last.answer}")
 
 
-def answer(session: Session, question: str, sampling: Sampling, screen: Screen) -> Turn:
-    """Stream an answer to stdout. A first Ctrl-C stops it and keeps what there is (`turn.stopped`)."""
-    pieces = session.ask(question, sampling)
+def answer(
+    session: Session, question: str, sampling: Sampling, reread: Reread, screen: Screen, shown: bool = True
+) -> Answering:
+    """Answer a question on stdout, or unshown. A first Ctrl-C stops it and keeps what there is.
+
+    On a terminal the text comes as it is made, also the first answer of a question that is asked again. Elsewhere stdout
+    holds the one that stands, so that what may be asked again is held back until then.
+    """
+    from kvchat.answering import Again, Answering
+
+    asked = Answering(session, question, sampling, reread)
+    streams = shown and (reread != "auto" or sys.stdout.isatty())
+    pieces = asked.pieces()
     with Interrupt() as interrupt:
-        for _ in screen.answer(pieces):
+        for piece in pieces:
+            if isinstance(piece, Again):
+                screen.end_line()
+                screen.say(str(piece))
+            elif streams:
+                screen.write(piece)
             if interrupt.requested:
-                pieces.close()  # the rest of the loop only ends the line
-    return session.turns[-1]
+                pieces.close()  # which ends the loop
+    if shown and not streams:
+        screen.write(session.turns[-1].answer)
+    screen.end_line()
+    if asked.note:
+        screen.warn(asked.note)
+    elif asked.first_stands:
+        screen.say("the first answer stands")
+    return asked
 
 
 def sampling(flags: AnswerFlags) -> Sampling:
@@ -190,24 +212,15 @@ def sampling(flags: AnswerFlags) -> Sampling:
     return Sampling(flags.temp, flags.top_p, flags.seed, flags.max_tokens)
 
 
-def collect(session: Session, question: str, sampling: Sampling) -> Turn:
-    """The answer without showing it. A first Ctrl-C stops it as in `answer`."""
-    pieces = session.ask(question, sampling)
-    with Interrupt() as interrupt:
-        for _ in pieces:
-            if interrupt.requested:
-                pieces.close()
-    return session.turns[-1]
-
-
-def check(session: Session, turn: Turn) -> list[Check]:
-    """What an answer quotes, names and counts, looked up. The end of one that was stopped may be half a word: it is left out."""
-    return session.checker.check(re.sub(r"\S*\Z", "", turn.answer) if turn.stopped else turn.answer)
-
-
-def report(session: Session, turn: Turn, checks: Sequence[Check], reading: Reading) -> dict[str, Any]:
+def report(asked: Answering, reading: Reading) -> dict[str, Any]:
     """What `ask --json` prints. Bytes, tokens and seconds."""
-    read = reading_report(session, reading)
+    read = reading_report(asked.session, reading)
+    turn, first = asked.last.turn, asked.first
+    reread = {
+        "passages": [passage.where for passage in asked.passages],
+        "first_answer": first.turn.answer if first else None,
+        "taken": not asked.first_stands,
+    }
     answered = {
         "answer_tokens": turn.tokens,
         "answer_seconds": turn.seconds,
@@ -216,7 +229,8 @@ def report(session: Session, turn: Turn, checks: Sequence[Check], reading: Readi
     return {
         "question": turn.question,
         "answer": turn.answer,
-        "quotes": [check.report() for check in checks],
+        "quotes": [check.report() for check in asked.last.checks],
+        "reread": reread if asked.passages else None,
         "stopped": turn.stopped or None,
         **read,
         "statistics": read["statistics"] | answered,
@@ -271,8 +285,9 @@ def measure_formats(
     return replace(comparison, measured=tuple(done))
 
 
-def explain_stop(turn: Turn, session: Session, screen: Screen) -> None:
+def explain_stop(asked: Answering, screen: Screen) -> None:
     """Say it when an answer is not whole."""
+    turn, session = asked.last.turn, asked.session
     reasons = {
         "interrupted": "(stopped)",
         "max-tokens": f"the answer was cut after {turn.tokens} tokens; raise --max-tokens for more",

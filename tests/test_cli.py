@@ -62,11 +62,12 @@ def book(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make the model answer every question with a text, whatever it computes."""
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the model answer every question with a text, or with several in turn, whatever it computes."""
 
-    def says(text: str) -> None:
-        ids = itertools.cycle([*spelled(tiny_tokenizer(), text), END])
+    def says(*texts: str) -> None:
+        answers = [[*spelled(tiny_tokenizer(), text), END] for text in texts]
+        ids = itertools.cycle(itertools.chain.from_iterable(answers))
         monkeypatch.setattr(Engine, "_choose", lambda *_: next(ids))
 
     return says
@@ -352,7 +353,7 @@ def test_a_conversation_that_is_not_to_be_kept_is_not(run: Run, book: Path, mode
 
 # --- quotes -------------------------------------------------------------------------------------------------
 
-Says = Callable[[str], None]
+Says = Callable[..., None]
 
 
 def test_quotes_are_checked_under_the_answer(run: Run, book: Path, model_folder: Path, says: Says) -> None:
@@ -417,6 +418,57 @@ def test_strict(run: Run, book: Path, model_folder: Path, says: Says, answer: st
     assert result.out == answer + "\n"
     assert ("kvchat: error: 1 of 1 quotes" in result.err) == (code == 6)
     assert run("ask", book, "Which code?", "-m", model_folder).code == 0
+
+
+RIGHT, WRONG = "> The code of the red box is 7731.\n7731", "> The code of the red box is 9999."
+
+
+def test_a_second_look_is_said_and_stdout_holds_what_stands(
+    run: Run, book: Path, model_folder: Path, says: Says
+) -> None:
+    arguments = ("ask", book, "What is the code of the red box?", "-m", model_folder)
+    says(WRONG, RIGHT)
+    result = run(*arguments, "--strict")
+    assert (result.code, result.out) == (0, RIGHT + "\n")
+    assert "1 of 1 not verified: asked again with book.txt:" in result.err
+    says(WRONG, "> No box is red.")
+    result = run(*arguments, "--strict")
+    assert (result.code, result.out) == (6, WRONG + "\n")
+    assert "the first answer stands" in result.err
+    says(WRONG, RIGHT)
+    result = run(*arguments, "--reread", "never")
+    assert result.out == WRONG + "\n" and "asked again" not in result.err
+    assert run(*arguments, "--reread", "sometimes").code == 2
+
+
+def test_a_second_look_in_json(run: Run, book: Path, model_folder: Path, says: Says) -> None:
+    arguments = ("ask", book, "What is the code of the red box?", "-m", model_folder, "--json")
+    says(WRONG, RIGHT)
+    found = json.loads(run(*arguments).out)
+    assert (found["answer"], found["quotes"][0]["outcome"]) == (RIGHT, "verified")
+    assert found["reread"]["first_answer"] == WRONG and found["reread"]["taken"] is True
+    assert all(where.startswith("book.txt:") for where in found["reread"]["passages"])
+    says("The document does not say.", WRONG)
+    found = json.loads(run(*arguments).out)
+    assert found["answer"] == "The document does not say." and found["reread"]["taken"] is False
+    says(RIGHT)
+    assert json.loads(run(*arguments).out)["reread"] is None
+    found = json.loads(run(*arguments, "--reread", "always").out)
+    assert found["reread"]["first_answer"] is None and found["reread"]["passages"]
+
+
+def test_a_chat_goes_on_after_a_second_look(run: Run, book: Path, model_folder: Path, says: Says) -> None:
+    says(WRONG, RIGHT)
+    arguments = ("chat", book, "-m", model_folder)
+    result = run(*arguments, stdin="What is the code of the red box?\n/cite\n")
+    assert result.out.startswith(RIGHT + "\n1 verified")
+    [file] = places.conversations().glob("*.json")
+    [turn] = json.loads(file.read_text())["turns"]
+    assert turn["question"] == "What is the code of the red box?"
+    assert "The code of the red box is 7731." in turn["context"]
+    says(RIGHT)
+    result = run(*arguments, "-c", stdin="Sure?\n")
+    assert ">>> What is the code of the red box?\n" in result.err
 
 
 def test_strict_needs_a_question(run: Run, book: Path, model_folder: Path) -> None:

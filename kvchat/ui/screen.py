@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
@@ -27,6 +27,7 @@ class Screen:
         dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
         self.fancy = sys.stderr.isatty() and not (plain or dumb)
         self.quiet = quiet
+        self._open_line = False
         self.console = Console(
             stderr=True,
             highlight=False,
@@ -67,14 +68,13 @@ class Screen:
         with self.console.status(Text(clean(line))) as status:
             yield lambda line: status.update(Text(clean(line)))
 
-    def answer(self, pieces: Iterable[str]) -> Iterator[None]:
-        """Write an answer to stdout as it comes, exactly, but for control characters; yields after each piece."""
-        last = ""
-        for piece in pieces:
-            last = piece
-            sys.stdout.write(clean(piece))
-            sys.stdout.flush()
-            yield
-        if not last.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+    def write(self, piece: str) -> None:
+        """Write a piece of an answer to stdout as it comes, exactly, but for control characters."""
+        sys.stdout.write(clean(piece))
+        sys.stdout.flush()
+        self._open_line = not piece.endswith("\n")
+
+    def end_line(self) -> None:
+        """End the line on stdout, unless it has ended."""
+        if self._open_line:
+            self.write("\n")
